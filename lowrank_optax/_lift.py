@@ -1,0 +1,68 @@
+"""Lifts: how the inner optimizer's core-sized update becomes a full-sized one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from lowrank_optax._plan import Plan
+from lowrank_optax._view import Bases, View
+
+
+class LiftInput(NamedTuple):
+    """What a lift sees of one target.
+
+    Attributes:
+        view: how the leaf is read as matrices.
+        bases: the current bases.
+        core: the gradient in the subspace.
+        update: the inner optimizer's update, of the shape of ``core``, without decay.
+        gradient: the leaf-shaped gradient, or None where it never existed.
+    """
+
+    view: View
+    bases: Bases
+    core: jax.Array
+    update: jax.Array
+    gradient: jax.Array | None
+
+
+class Lift(NamedTuple):
+    """A lift, as a pair of pure functions.
+
+    Attributes:
+        name: for messages.
+        init: from the plan to the lift's state, a pytree of arrays.
+        update: from one :class:`LiftInput` a target, and the state, to one leaf-shaped
+            update a target, and the new state.
+        needs_gradient: whether the full gradient is read.
+    """
+
+    name: str
+    init: Callable[[Plan], Any]
+    update: Callable[[Sequence[LiftInput], Any], tuple[list[jax.Array], Any]]
+    needs_gradient: bool = False
+
+
+def subspace_lift() -> Lift:
+    r"""GaLore's lift: the update stays in the subspace.
+
+    .. math:: \Delta W = P\,u \quad\text{or}\quad u\,Q^T \quad\text{or}\quad P\,u\,Q^T
+
+    Returns:
+        The default lift of :func:`galore_project`. It has no state.
+
+    Example:
+        >>> import optax, lowrank_optax as lro
+        >>> tx = lro.galore_project(optax.adamw(1e-3), lift=lro.subspace_lift())
+
+    References:
+        Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
+        <https://arxiv.org/abs/2403.03507>`_, 2024
+    """
+
+    def update_fn(targets, state):
+        return [t.view.lift(t.update, t.bases) for t in targets], state
+
+    return Lift("subspace_lift", lambda plan: optax.EmptyState(), update_fn)

@@ -1,0 +1,51 @@
+"""The states of trackers and of subspace optimizers, and how to find them."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from lowrank_optax._plan import Plan
+
+
+class TrackerState(NamedTuple):
+    """State of a tracker.
+
+    Attributes:
+        plan: the static plan; no arrays.
+        tracker_count: int32 scalar, updates so far.
+        next_refresh: int32 of the number of targets, the step at which each is due. One
+            entry at least, also where there is no target.
+        refreshes: int32 likewise, how often each basis was replaced.
+        reduction_basis: a tree parallel to params: ``(*batch, *reduction, r)`` at targets
+            with a basis on that side, ``optax.MaskedNode()`` elsewhere.
+        output_basis: likewise for the output side.
+    """
+
+    plan: Plan
+    tracker_count: jax.Array
+    next_refresh: jax.Array
+    refreshes: jax.Array
+    reduction_basis: Any
+    output_basis: Any
+
+
+class SubspaceState(NamedTuple):
+    """State of a subspace optimizer.
+
+    Attributes:
+        tracker_state: the tracker's state, with the plan and the bases.
+        inner_state: the inner optimizer's state, on cores; None for a filter.
+        lift_state: the lift's state.
+        fidelity: vectors of metrics, one entry a target; None without ``metrics``.
+    """
+
+    tracker_state: Any
+    inner_state: Any
+    lift_state: Any
+    fidelity: Any
+
+
+def find_states(state: Any, kind: type) -> list[Any]:
+    """Every node of a type in an optimizer state, through any wrapper."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]

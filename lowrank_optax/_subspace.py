@@ -1,0 +1,249 @@
+"""Any optimizer, run inside a subspace of each weight's gradient: ``galore_project``."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowrank_optax import _metrics, _moments, _probe, _target, _tree
+from lowrank_optax._lift import Lift, LiftInput, subspace_lift
+from lowrank_optax._plan import Plan
+from lowrank_optax._refresh import refresh_basis
+from lowrank_optax._state import SubspaceState, TrackerState, find_states
+from lowrank_optax._view import Bases
+
+
+def _tracker_state(state: Any) -> TrackerState:
+    states = find_states(state, TrackerState)
+    if len(states) != 1:
+        raise ValueError(
+            "galore_project: basis must be one tracker, such as lro.refresh_basis(...); got a "
+            f"transformation whose state holds {len(states)} trackers"
+        )
+    return states[0]
+
+
+def _core_dtype(basis: jax.Array) -> Any:
+    return jnp.result_type(jnp.float32, basis)
+
+
+def _zero_cores(plan: Plan, tracker: TrackerState, params: Any) -> Any:
+    """A tree like params with a zero core at each target, for the inner optimizer's init."""
+    leaves, treedef = _tree.flatten(params)
+    bases = plan.bases(tracker.reduction_basis, tracker.output_basis)
+    for index, basis in zip(plan.targets, bases, strict=True):
+        some = next(b for b in basis if b is not None)
+        leaves[index] = jnp.zeros(plan.leaves[index].core_shape, _core_dtype(some))
+    return _tree.unflatten(treedef, leaves)
+
+
+def _encode(plan: Plan, bases: list[Bases], tree: Any) -> Any:
+    """A tree like ``tree`` with the core of each target in its place."""
+    leaves, treedef = _tree.flatten(tree)
+    plan.check_count(leaves, "updates or params")
+    for index, basis in zip(plan.targets, bases, strict=True):
+        view = plan.leaves[index].view
+        assert view is not None
+        leaves[index] = view.project(_tree.unbox(leaves[index]), basis)
+    return _tree.unflatten(treedef, leaves)
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [_tree.unbox(leaf) for leaf in _tree.flatten(tree)[0]]
+
+
+def galore_project(
+    inner: optax.GradientTransformation | None = None,
+    basis: optax.GradientTransformation | None = None,
+    *,
+    scale: Any = 1.0,
+    lift: Lift | None = None,
+    moments: _moments.Moments = "rotate",
+    metrics: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Runs an optimizer inside a low-rank subspace of each gradient.
+
+    At each step, for each target with basis :math:`P`,
+
+    .. math:: C_t = P_t^T G_t, \qquad u_t = \mathrm{inner}(C_t), \qquad
+              \Delta W_t = \mathrm{scale}\cdot P_t u_t
+
+    so the inner optimizer keeps moments of ``r x n`` and not of ``m x n``. Leaves that are no
+    target reach it as they are.
+
+    Weight decay inside ``inner`` acts on the whole weight, as it would without projection,
+    and ``scale`` does not apply to it. An inner optimizer that looks at params sees their
+    cores, ``PᵀW``.
+
+    Args:
+        inner: any optax optimizer, ``optax.adamw(schedule, weight_decay=0.1)`` say. None
+            makes a filter of the gradient's own shape, :math:`G \to P P^T G`, that may stand
+            before anything in a chain but saves no memory there, since the optimizer
+            behind it sees full-sized gradients.
+        basis: the tracker that keeps the bases, by default ``refresh_basis()``.
+        scale: factor on the lifted update of every target.
+        lift: how updates return to full size, by default :func:`subspace_lift`.
+        moments: what happens to the inner optimizer's moments when a basis changes:
+            ``"rotate"`` (default) carries them over to the new one, ``"keep"`` leaves them
+            stale, as galore_torch does, ``"reset"`` starts them again from zero (its step
+            count goes on), and a callable ``(inner_state, {path: R}) -> inner_state`` gets
+            :math:`R = P_{new}^T P_{old}` of each side and target. Moments are found by the
+            names of the inner state's fields (``mu``, ``nu``, ``trace``, ``m``, ``v``),
+            through wrappers; what is not recognised stays, and :func:`describe` says so.
+        metrics: keep the fidelity of each target in the state, for :func:`metrics`.
+            Costs one product of full size a step.
+
+    Returns:
+        A gradient transformation with extra arguments, all of which reach ``inner``; its
+        updates have the dtype of the parameters. Its state is a :class:`SubspaceState`.
+
+    Raises:
+        TypeError: if ``inner`` or ``basis`` is no gradient transformation.
+        ValueError: if ``basis`` is no tracker or ``moments`` no rule.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, lowrank_optax as lro
+        >>> tx = optax.chain(
+        ...     optax.clip_by_global_norm(1.0),
+        ...     lro.galore_project(optax.adamw(1e-3), lro.refresh_basis(rank=4, every=200)),
+        ... )
+        >>> params = {"kernel": jnp.ones((16, 32)), "bias": jnp.zeros(32)}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(params, state, params)
+        >>> params = optax.apply_updates(params, updates)
+
+    References:
+        Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
+        <https://arxiv.org/abs/2403.03507>`_, 2024
+    """
+    for name, value in (("inner", inner), ("basis", basis)):
+        if value is not None and not (hasattr(value, "init") and hasattr(value, "update")):
+            raise TypeError(
+                f"galore_project: {name} must be a gradient transformation such as "
+                f"{'optax.adamw(1e-3)' if name == 'inner' else 'lro.refresh_basis(rank=128)'}, "
+                f"got {value!r}"
+            )
+    if not callable(moments):
+        _target.check_choice("galore_project: moments", moments, _moments.RULES)
+    track = optax.with_extra_args_support(refresh_basis() if basis is None else basis)
+    optimizer = None if inner is None else optax.with_extra_args_support(inner)
+    chosen_lift = subspace_lift() if lift is None else lift
+    if not isinstance(chosen_lift, Lift):
+        raise TypeError(
+            f"galore_project: lift must be a lift such as lro.subspace_lift(), got {lift!r}"
+        )
+
+    def init_fn(params: Any) -> Any:
+        tracker_state = track.init(params)
+        tracker = _tracker_state(tracker_state)
+        cores = _zero_cores(tracker.plan, tracker, params)
+        return SubspaceState(
+            tracker_state=tracker_state,
+            inner_state=None if optimizer is None else optimizer.init(cores),
+            lift_state=chosen_lift.init(tracker.plan),
+            fidelity=_metrics.empty_fidelity(tracker.plan) if metrics else None,
+        )
+
+    def run_inner(cores, state, params, plan, bases, extra_args):
+        """The inner update, each leaf's decay in it, and the new inner state.
+
+        A leaf's decay is None, or a scalar coefficient and the core that it multiplied.
+        """
+        none = [None] * len(plan.leaves)
+        if optimizer is None:
+            return cores, none, None
+        if params is None:
+            updates, state = optimizer.update(cores, state, None, **extra_args)
+            return updates, none, state
+        if not _probe.reads_params(optimizer, state, cores, extra_args):
+            unread = jax.tree.map(jnp.zeros_like, cores)
+            updates, state = optimizer.update(cores, state, unread, **extra_args)
+            return updates, none, state
+        core_params = _encode(plan, bases, params)
+        coefficients = _probe.decay_coefficients(optimizer, state, cores, extra_args)
+        updates, state = optimizer.update(cores, state, core_params, **extra_args)
+        pairs = zip(_arrays(coefficients), _arrays(core_params), strict=True)
+        decay = [None if c is None else (c.reshape(()), core_param) for c, core_param in pairs]
+        return updates, decay, state
+
+    def lift_all(plan, bases, gradients, cores, inner_updates, decay, weights, lift_state):
+        """Full-sized updates of the low-rank targets: scaled lift, then unscaled decay."""
+        inputs = []
+        for index, basis in zip(plan.targets, bases, strict=True):
+            update = inner_updates[index]
+            if decay[index] is not None:
+                coefficient, core_param = decay[index]
+                update = update - coefficient * core_param
+            view = plan.leaves[index].view
+            inputs.append(LiftInput(view, basis, cores[index], update, gradients[index]))
+        lifted, lift_state = chosen_lift.update(inputs, lift_state)
+        updates = {}
+        for index, update in zip(plan.targets, lifted, strict=True):
+            updates[index] = scale * update
+            if decay[index] is not None:
+                updates[index] += decay[index][0] * weights[index]
+        return updates, lift_state
+
+    def scale_full_rank(plan, updates, decay):
+        """Targets whose subspace is the whole space, P = I: scaled, but for their decay."""
+        if isinstance(scale, int | float) and scale == 1:
+            return {}
+        scaled = {}
+        for index, leaf in enumerate(plan.leaves):
+            if leaf.is_target and not leaf.is_low_rank:
+                coefficient, weight = decay[index] or (0.0, 0.0)
+                decayed = coefficient * weight
+                scaled[index] = scale * (updates[index] - decayed) + decayed
+        return scaled
+
+    def fidelity_of(plan, bases, gradients, cores):
+        rows = []
+        for index, basis in zip(plan.targets, bases, strict=True):
+            approximation = plan.leaves[index].view.lift(cores[index], basis)
+            rows.append(_metrics.fidelity(gradients[index], cores[index], approximation))
+        return _metrics.stack_fidelities(rows, plan)
+
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        before = _tracker_state(state.tracker_state)
+        old = before.plan.bases(before.reduction_basis, before.output_basis)
+        # track
+        _, tracker_state = track.update(updates, state.tracker_state, params, **extra_args)
+        tracker = _tracker_state(tracker_state)
+        plan = tracker.plan
+        bases = plan.bases(tracker.reduction_basis, tracker.output_basis)
+        # encode
+        gradients, cores = _arrays(updates), _encode(plan, bases, updates)
+        # carry
+        inner_state = state.inner_state
+        if optimizer is not None and plan.targets:
+            inner_state = _moments.carry(
+                moments,
+                optimizer,
+                inner_state,
+                cores,
+                _moments.Change(plan, bases, old, tracker.refreshes != before.refreshes),
+                before.tracker_count,
+                extra_args,
+            )
+        # inner
+        inner_updates, decay, inner_state = run_inner(
+            cores, inner_state, params, plan, bases, extra_args
+        )
+        # lift
+        inner_leaves, weights = _arrays(inner_updates), _arrays(params)
+        lifted, lift_state = lift_all(
+            plan, bases, gradients, _arrays(cores), inner_leaves, decay, weights, state.lift_state
+        )
+        lifted |= scale_full_rank(plan, inner_leaves, decay)
+
+        fidelity = fidelity_of(plan, bases, gradients, _arrays(cores)) if metrics else None
+        boxes, treedef = _tree.flatten(updates)
+        results = _tree.flatten(inner_updates)[0]
+        for index, update in lifted.items():
+            dtype = gradients[index].dtype if optimizer is None else plan.leaves[index].dtype
+            results[index] = _tree.rebox(boxes[index], update.astype(dtype))
+        state = SubspaceState(tracker_state, inner_state, lift_state, fidelity)
+        return _tree.unflatten(treedef, results), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
