@@ -2,6 +2,10 @@
 
 from lowrank_optax import targets as targets
 from lowrank_optax._aliases import galore_adamw as galore_adamw
+from lowrank_optax._compact import CompactBases as CompactBases
+from lowrank_optax._compact import compact_value_and_grad as compact_value_and_grad
+from lowrank_optax._compact_report import CompactReport as CompactReport
+from lowrank_optax._compact_report import compact_report as compact_report
 from lowrank_optax._describe import Description as Description
 from lowrank_optax._describe import describe as describe
 from lowrank_optax._lift import Lift as Lift
@@ -15,6 +19,7 @@ from lowrank_optax._state import SubspaceState as SubspaceState
 from lowrank_optax._state import TrackerState as TrackerState
 from lowrank_optax._subspace import galore_project as galore_project
 from lowrank_optax._target import Target as Target
+from lowrank_optax._tree import Compact as Compact
 from lowrank_optax._view import Bases as Bases
 from lowrank_optax._view import View as View
 

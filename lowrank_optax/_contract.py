@@ -6,11 +6,13 @@ one place: the accumulation precision, and the sharding of a result whose contra
 axis lives on a mesh.
 """
 
+import string
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 Array = jax.Array
@@ -22,12 +24,32 @@ STEP_PRECISION = jax.lax.Precision.HIGH
 REFRESH_PRECISION = jax.lax.Precision.HIGHEST
 
 
-def _explicit_spec(x: Array) -> tuple[Any, ...] | None:
-    """The partition spec of ``x`` if its mesh has Explicit axes, else None."""
-    typeof = getattr(jax, "typeof", None)
-    sharding = getattr(typeof(x), "sharding", None) if typeof else None
+def wide_dtype(*operands: Any) -> Any:
+    """The dtype to compute in: float32, or float64 if one of the arrays or dtypes is that.
+
+    JAX's own ``result_type`` refuses to widen under strict promotion.
+    """
+    double = any(jnp.dtype(getattr(x, "dtype", x)) == jnp.float64 for x in operands)
+    return jnp.dtype(jnp.float64 if double else jnp.float32)
+
+
+def _explicit_sharding(x: Any) -> NamedSharding | None:
+    """The sharding of ``x`` if its mesh has Explicit axes, else None."""
+    sharding = getattr(x, "sharding", None) if not isinstance(x, Tracer) else None
+    if not isinstance(sharding, NamedSharding):
+        # The type of a tracer has a sharding too, of an abstract mesh.
+        typeof = getattr(jax, "typeof", None)
+        sharding = getattr(typeof(x), "sharding", None) if typeof else None
     mesh = getattr(sharding, "mesh", None)
     if sharding is None or mesh is None or mesh.empty or not mesh.are_all_axes_explicit:
+        return None
+    return sharding
+
+
+def _explicit_spec(x: Any) -> tuple[Any, ...] | None:
+    """The partition spec of ``x``, one entry an axis, if its mesh has Explicit axes."""
+    sharding = _explicit_sharding(x)
+    if sharding is None:
         return None
     spec = tuple(sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
@@ -35,9 +57,30 @@ def _explicit_spec(x: Array) -> tuple[Any, ...] | None:
 
 def _explicit_mesh(*operands: Array) -> Any:
     for x in operands:
-        if _explicit_spec(x) is not None:
-            return jax.typeof(x).sharding.mesh
+        sharding = _explicit_sharding(x)
+        if sharding is not None:
+            return sharding.mesh
     return None
+
+
+def place(x: Array, labels: str, like: Any, like_labels: str) -> Array:
+    """``x`` with each labelled axis on the mesh axes that ``like`` has it on.
+
+    Only Explicit axes are placed: there the sharding is part of an array's type, which loops,
+    branches and optimizer states must keep. Axes that ``like`` does not have are replicated.
+    """
+    spec = _explicit_spec(like)
+    if spec is None:
+        return x
+    where = dict(zip(like_labels, spec, strict=True))
+    wanted = PartitionSpec(*(where.get(label) for label in labels))
+    return jax.sharding.reshard(x, NamedSharding(_explicit_mesh(like), wanted))
+
+
+def place_like(x: Array, like: Any) -> Array:
+    """``x`` with the sharding of an array of the same shape, on Explicit axes."""
+    labels = string.ascii_letters[: x.ndim]
+    return place(x, labels, like, labels)
 
 
 def contract(
@@ -58,7 +101,7 @@ def contract(
     Returns:
         The contraction, in float32 or the widest operand dtype if that is wider.
     """
-    dtype = jnp.result_type(jnp.float32, *operands)
+    dtype = wide_dtype(*operands)
     operands = tuple(x.astype(dtype) for x in operands)
     mesh = _explicit_mesh(*operands)
     if mesh is None:

@@ -102,7 +102,7 @@ def format_bytes(size: int) -> str:
 
 
 def _bytes(x: Any) -> int:
-    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+    return math.prod(x.shape) * x.dtype.itemsize  # typed keys have no NumPy dtype
 
 
 def _view_text(view: Any) -> str:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lowrank_optax._contract import wide_dtype
 from lowrank_optax._plan import Plan
 from lowrank_optax._state import SubspaceState, TrackerState, find_states
 
@@ -33,6 +34,10 @@ class Fidelity(NamedTuple):
     sign_flip_rate: Array
 
 
+# Of a gradient that never existed nothing is known that its core does not say.
+_UNKNOWN: Any = jnp.nan
+UNKNOWN = Fidelity(*([_UNKNOWN] * len(Fidelity._fields)))
+
 # Where nothing is lost the ratio of norms has no value; float32 tells no larger one apart.
 _LARGEST_SNR = 1e7
 
@@ -51,7 +56,7 @@ def fidelity(
         Scalars, finite for any finite input. A zero gradient loses nothing: its energy and
         cosine are 1, its distortion 0.
     """
-    wide = jnp.result_type(jnp.float32, gradient)
+    wide = wide_dtype(gradient)
     largest = jnp.max(jnp.abs(gradient)).astype(wide)
     zero = largest == 0
     # Ratios of norms do not depend on the unit; this one keeps squares in range.

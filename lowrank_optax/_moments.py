@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Float
 
 from lowrank_optax import _orthonormalize, _probe, _tree
-from lowrank_optax._contract import REFRESH_PRECISION, contract
+from lowrank_optax._contract import REFRESH_PRECISION, contract, place_like
 from lowrank_optax._plan import Plan
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View
 
@@ -30,6 +30,7 @@ _ROLES = {
     "mu": _FIRST,
     "trace": _FIRST,
     "m": _FIRST,
+    "acc_grads": _FIRST,
     "nu": _SECOND,
     "v": _SECOND,
     "nu_max": _VARIANCE,
@@ -54,10 +55,16 @@ def _is_namedtuple(node: Any) -> bool:
 
 def _map_moments(fn: Callable[..., Any], state: Any, *rest: Any) -> Any:
     """Applies ``fn`` to every state NamedTuple that has moments, through any wrapper."""
-    if _is_namedtuple(state) and field_roles(state):
-        return fn(state, *rest)
     if _is_namedtuple(state):
-        return type(state)(*(_map_moments(fn, *parts) for parts in zip(state, *rest, strict=True)))
+        roles = field_roles(state)
+        moved = fn(state, *rest) if roles else state
+        # A state with moments of its own may hold another's, as that of optax.MultiSteps does.
+        others = {
+            field: _map_moments(fn, *(getattr(node, field) for node in (state, *rest)))
+            for field in state._fields
+            if field not in roles
+        }
+        return moved._replace(**others)
     if isinstance(state, tuple | list):
         return type(state)(_map_moments(fn, *parts) for parts in zip(state, *rest, strict=True))
     if isinstance(state, dict):
@@ -153,7 +160,7 @@ def _rotate_target(static: Any, rotations: Bases, refreshed: Array, firsts, seco
         paired = mean if role == _SECOND else None
         moved[name] = rotate_second(view, rotations, wide[name], paired, bias)
     return {
-        name: jnp.where(refreshed, moved[name].astype(old.dtype), old)
+        name: jnp.where(refreshed, place_like(moved[name].astype(old.dtype), old), old)
         for name, old in (firsts | seconds).items()
     }
 
@@ -222,8 +229,8 @@ def _reset(change: Change, inner_state: Any, fresh: Any) -> Any:
         suffix = "/" + change.plan.leaves[index].path
         for place, path in enumerate(paths):
             if ("/" + path).endswith(suffix):
-                chosen = jnp.where(refreshed, _tree.unbox(initial[place]), leaves[place])
-                leaves[place] = chosen
+                start = place_like(_tree.unbox(initial[place]), leaves[place])
+                leaves[place] = jnp.where(refreshed, start, leaves[place])
     return _tree.unflatten(treedef, leaves)
 
 

@@ -9,7 +9,7 @@ import string
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from lowrank_optax._contract import REFRESH_PRECISION, contract, on_replicated
 
@@ -47,7 +47,10 @@ def _normalized(y: Float[Array, "..."], batch_ndim: int) -> Float[Array, "..."]:
 
 
 def whiten(
-    y: Float[Array, "*rows r"], batch_ndim: int = 0, *, well_conditioned: bool = False
+    y: Float[Array, "*rows r"],
+    batch_ndim: int = 0,
+    *,
+    well_conditioned: bool | Bool[Array, ""] = False,
 ) -> Float[Array, "*rows r"]:
     r"""Recombines the columns of ``y`` so that they are orthonormal where ``y`` has rank.
 
@@ -72,7 +75,7 @@ def whiten(
     # The shift must cover the rounding error of the Gram matrix and of its factorization, at
     # most in proportion to the trace; and it must be positive when the trace is 0.
     diagonal = jnp.diagonal(squares, axis1=-2, axis2=-1)
-    size = jnp.max(diagonal, axis=-1) if well_conditioned else 4 * jnp.sum(diagonal, axis=-1)
+    size = jnp.where(well_conditioned, jnp.max(diagonal, axis=-1), 4 * jnp.sum(diagonal, axis=-1))
 
     def inverse_factor(shifted: Array) -> Array:
         factor = jnp.linalg.cholesky(shifted)
@@ -116,14 +119,16 @@ def orthonormalize(
         Fukaya et al., `Shifted Cholesky QR for computing the QR factorization of
         ill-conditioned matrices <https://arxiv.org/abs/1809.11085>`_, 2020
     """
-    q = whiten(y, batch_ndim)
-    identity = jnp.eye(y.shape[-1], dtype=q.dtype)
-    deficit = identity - gram(q, q, batch_ndim)
-    deficit = jnp.matmul(deficit, deficit, precision=REFRESH_PRECISION)
-    outside = fill - _times(q, gram(q, fill, batch_ndim), batch_ndim)
-    q = q + _times(outside, deficit, batch_ndim)
-    # The sum is well conditioned; each further pass squares what is left of its error, and
-    # the third absorbs the worst case of a side hardly longer than its rank.
-    for _ in range(3):
-        q = whiten(q, batch_ndim, well_conditioned=True)
-    return q
+    identity = jnp.eye(y.shape[-1], dtype=y.dtype)
+
+    def one_pass(number: Array, q: Array) -> Array:
+        q = whiten(q, batch_ndim, well_conditioned=number > 0)
+        deficit = identity - gram(q, q, batch_ndim)
+        deficit = jnp.matmul(deficit, deficit, precision=REFRESH_PRECISION)
+        outside = fill - _times(q, gram(q, fill, batch_ndim), batch_ndim)
+        return q + _times(outside, deficit, batch_ndim)
+
+    # After the first pass the columns are well conditioned and nothing more is filled; each
+    # further one squares what is left of the error, and the last absorbs the worst case of a
+    # side hardly longer than its rank. A loop, since factorizations are slow to compile.
+    return jax.lax.fori_loop(0, 4, one_pass, y)

@@ -64,10 +64,19 @@ class LeafPlan:
 
 
 class Plan:
-    """The plans of all leaves of a params tree, in its order. Hashable and immutable."""
+    """The plans of all leaves of a params tree, in its order. Hashable and immutable.
 
-    def __init__(self, leaves: Sequence[LeafPlan] = ()):
+    Attributes:
+        leaves: one :class:`LeafPlan` a leaf.
+        targets: the numbers of the leaves that have a basis.
+        method: how the tracker finds bases.
+        seed: the seed of its random draws.
+    """
+
+    def __init__(self, leaves: Sequence[LeafPlan] = (), method: str = "", seed: int = 0):
         self.leaves = tuple(leaves)
+        self.method = method
+        self.seed = seed
         self.targets = tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_low_rank)
 
     def __repr__(self) -> str:
@@ -79,10 +88,19 @@ class Plan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        return not self.leaves or not other.leaves or self.leaves == other.leaves
+        if not self.leaves or not other.leaves:
+            return True
+        return self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(self.leaves)
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.leaves, self.method, self.seed
+
+    def tracked(self, method: str, seed: int) -> "Plan":
+        """The same plan with the static facts of its tracker."""
+        return Plan(self.leaves, method, seed)
 
     def check_count(self, leaves: Sequence[Any], what: str) -> None:
         """Raises ValueError unless there is one entry for each leaf of the plan."""
@@ -169,20 +187,27 @@ def _plan_leaf(
 
 
 def _default_targets(
-    paths: Sequence[str], all_layouts: Sequence[_layouts.Layout], rank: Any
+    paths: Sequence[str],
+    all_layouts: Sequence[_layouts.Layout],
+    rank: Any,
+    asked: Sequence[bool] | None = None,
 ) -> list[Target | None]:
     """Matrices of linear layers whose smaller side is larger than the rank."""
     targets: list[Target | None] = []
-    for path, layout in zip(paths, all_layouts, strict=True):
+    for index, (path, layout) in enumerate(zip(paths, all_layouts, strict=True)):
+        if asked is not None and not asked[index]:
+            targets.append(None)
+            continue
         view = layout.view if layout.kind is Kind.MATRIX else None
         small = view is not None and _resolve_rank(rank, view, path) >= min(view.rows, view.columns)
         targets.append(None if view is None or small else Target())
         if layout.kind is Kind.UNKNOWN:
             warnings.warn(
                 f"lowrank_optax: {path!r} has three or more axes in no layout that is known, so "
-                "it is trained full-rank. To project it, pass targets=[..., "
-                f"({path!r}, lro.Target(rank, reduction_axis=..., output_axis=...))]; to silence "
-                f"this, targets=[..., ({path!r}, None)]",
+                "it is trained full-rank. To project it, pass targets=["
+                f"({path!r}, lro.Target(rank, reduction_axis=..., output_axis=...)), "
+                f"*lro.targets.default()]; to silence this, "
+                f"targets=[({path!r}, None), *lro.targets.default()]",
                 stacklevel=6,
             )
     return targets
@@ -193,7 +218,7 @@ def _table_targets(rules: Any, paths: Sequence[str]) -> list[Target | None]:
     matches = [table.match(path) for path in paths]
     used = {number for number in matches if number is not None}
     for number, (pattern, _) in enumerate(table.rules):
-        if number not in used and used:
+        if number not in used and used and not table.optional[number]:
             warnings.warn(
                 f"lowrank_optax: the target rule {pattern.pattern!r} matched no leaf, or only "
                 "leaves that an earlier rule took",
@@ -209,7 +234,15 @@ def _requested(
     if targets is None:
         return _default_targets(list(leaves), all_layouts, rank)
     if _target.is_table(targets):
-        return _table_targets(targets, list(leaves))
+        chosen = _table_targets(targets, list(leaves))
+        if not any(isinstance(target, _target.ByDefault) for target in chosen):
+            return chosen
+        asked = [isinstance(target, _target.ByDefault) for target in chosen]
+        defaults = _default_targets(list(leaves), all_layouts, rank, asked)
+        return [
+            d if isinstance(t, _target.ByDefault) else t
+            for t, d in zip(chosen, defaults, strict=True)
+        ]
     return [_target.as_target(targets(path, leaf), path) for path, leaf in leaves.items()]
 
 
@@ -233,6 +266,9 @@ def make_plan(params: Any, targets: Targets, rank: Any, side: str) -> Plan:
     all_paths, all_leaves, treedef = _tree.flatten_with_paths(params)
     if not all_leaves:
         return Plan()
+    if len(set(all_paths)) != len(all_paths):
+        twice = next(path for path in all_paths if all_paths.count(path) > 1)
+        raise ValueError(f"two leaves of params are both called {twice!r}; rename one of them")
     arrays = [i for i, leaf in enumerate(all_leaves) if leaf is not None]
     paths = [all_paths[i] for i in arrays]
     leaves = [_tree.unbox(all_leaves[i]) for i in arrays]
@@ -249,9 +285,6 @@ def make_plan(params: Any, targets: Targets, rank: Any, side: str) -> Plan:
             arrays, paths, leaves, requested, all_layouts, strict=True
         )
     }
-    if len(set(all_paths)) != len(all_paths):
-        twice = next(path for path in all_paths if all_paths.count(path) > 1)
-        raise ValueError(f"two leaves of params are both called {twice!r}; rename one of them")
     plan = Plan([plans.get(i, LeafPlan(path, (), "")) for i, path in enumerate(all_paths)])
     if not any(leaf.is_target for leaf in plan.leaves):
         _report_nothing_projected(targets, paths)

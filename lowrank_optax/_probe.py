@@ -7,30 +7,35 @@ undone before they are rotated. Both are seen by running it on *probes*: a tree 
 structure of the cores whose leaves have one element each. Nothing of it is stored.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array
 
 
-def probes(cores: Any, value: float) -> Any:
-    """A tree like ``cores`` of one-element leaves.
+def probes(cores: Any, value: float, size: int = 1) -> Any:
+    """A tree like ``cores`` of one-element leaves, or of ``size`` along each axis.
 
     They keep the number of axes, which masks often look at.
     """
-    return jax.tree.map(lambda x: jnp.full((1,) * x.ndim, value, x.dtype), cores)
+    return jax.tree.map(lambda x: jnp.full((size,) * x.ndim, value, x.dtype), cores)
 
 
 def probe_state(inner: optax.GradientTransformation, inner_state: Any, cores: Any) -> Any:
     """The inner state at this moment (counts, schedules, hyperparameters), without history."""
     fresh = inner.init(probes(cores, 1.0))
-    # What has another shape for a probe than for a core belongs to one leaf: its history.
-    return jax.tree.map(
-        lambda new, old: old if new.shape == old.shape and new.dtype == old.dtype else new,
-        fresh,
-        inner_state,
-    )
+    larger = jax.eval_shape(inner.init, probes(cores, 1.0, size=2))
+
+    # What grows with its leaf is that leaf's history. (A comparison with the state itself
+    # would not tell: a core may have one element too.)
+    def choose(new: Any, grown: Any, old: Any) -> Any:
+        shared = new.shape == grown.shape == old.shape and new.dtype == old.dtype
+        return old if shared else new
+
+    return jax.tree.map(choose, fresh, larger, inner_state)
 
 
 def decay_coefficients(
@@ -75,6 +80,45 @@ def reads_params(
     return any(id(var) in read for var in jaxpr.invars)
 
 
+# optax.MultiSteps lets its optimizer move once in so many steps; this many are waited for.
+_LONGEST_WAIT = 4096
+
+
+def _is_waiting(node: Any) -> bool:
+    return type(node).__name__ == "MultiStepsState"
+
+
+def _waits(state: Any) -> list[Any]:
+    nodes = jax.tree.leaves(state, is_leaf=_is_waiting)
+    return [node for node in nodes if _is_waiting(node)]
+
+
+def _from_the_start(state: Any) -> Any:
+    """The state with every accumulation of gradients begun anew, since its history is gone."""
+
+    def begin(node: Any) -> Any:
+        if not _is_waiting(node):
+            return node
+        return node._replace(mini_step=jnp.zeros_like(node.mini_step))
+
+    return jax.tree.map(begin, state, is_leaf=_is_waiting)
+
+
+def _advance(step: Callable[[Any], Any], state: Any) -> Any:
+    """The state after one step of the moments, through any accumulation of gradients."""
+    if not _waits(state):
+        return step(state)
+    before = [node.gradient_step for node in _waits(state)]
+
+    def unmoved(carry: Any) -> Array:
+        state, steps = carry
+        still = [node.gradient_step == old for node, old in zip(_waits(state), before, strict=True)]
+        return jnp.any(jnp.stack(still)) & (steps < _LONGEST_WAIT)
+
+    start = (state, jnp.zeros([], jnp.int32))
+    return jax.lax.while_loop(unmoved, lambda carry: (step(carry[0]), carry[1] + 1), start)[0]
+
+
 def decay_rates(
     inner: optax.GradientTransformationExtraArgs,
     inner_state: Any,
@@ -85,8 +129,10 @@ def decay_rates(
 
     In them a moment that averages with decay b has grown by the factor 1 + b.
     """
-    state = probe_state(inner, inner_state, cores)
     ones = probes(cores, 1.0)
-    _, after_one = inner.update(ones, state, ones, **extra_args)
-    _, after_two = inner.update(ones, after_one, ones, **extra_args)
-    return after_one, after_two
+
+    def step(state: Any) -> Any:
+        return inner.update(ones, state, ones, **extra_args)[1]
+
+    after_one = _advance(step, _from_the_start(probe_state(inner, inner_state, cores)))
+    return after_one, _advance(step, after_one)

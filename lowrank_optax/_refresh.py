@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from lowrank_optax import _subspace_methods, _target, _tree
+from lowrank_optax._contract import place_like, wide_dtype
 from lowrank_optax._plan import Plan, make_plan
 from lowrank_optax._state import TrackerState
 from lowrank_optax._target import Rank, Targets
@@ -19,7 +20,7 @@ Every = int | Callable[[jax.Array], Any]
 _NEVER = np.iinfo(np.int32).max
 
 
-def _check_every(every: Every) -> None:
+def _check_every(every: Any) -> None:
     _target.check_static("refresh_basis: every", every)
     if callable(every):
         return
@@ -34,26 +35,34 @@ def _check_every(every: Every) -> None:
         )
 
 
-def _leaf_key(seed: int, count: Any, target: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), target)
-
-
-def _initial_bases(plan: Plan, treedef: Any, seed: int, dtype: jnp.dtype) -> list[Any]:
+def _initial_bases(
+    plan: Plan, params: list[Any], treedef: Any, seed: int, dtype: jnp.dtype
+) -> list[Any]:
     """Two trees of seeded random bases, for the reduction and for the output side."""
     # Compiled once per shape: an eager run would dispatch every small operation of each leaf.
     make = jax.jit(_subspace_methods.random_basis, static_argnums=(1, 2, 3, 4))
-    wide = jnp.result_type(jnp.float32, dtype)
+    wide = wide_dtype(dtype)
     trees = []
     for side in (REDUCTION, OUTPUT):
         leaves: list[Any] = [None] * len(plan.leaves)
         for number, index in enumerate(plan.targets):
             leaf = plan.leaves[index]
-            if side in leaf.sides:
+            if leaf.view is not None and side in leaf.sides:
                 # Step -1, so that the start differs from what step 0 draws.
-                key = _leaf_key(seed, np.uint32(_NEVER), number)
-                leaves[index] = make(key, leaf.view, side, leaf.rank, wide).astype(dtype)
+                key = _subspace_methods.leaf_key(seed, np.uint32(_NEVER), number)
+                basis = make(key, leaf.view, side, leaf.rank, wide).astype(dtype)
+                leaves[index] = leaf.view.place_basis(basis, side, params[index])
         trees.append(_tree.sparse_tree(treedef, leaves))
     return trees
+
+
+def _check_not_compact(plan: Plan, gradients: list[Any]) -> None:
+    for index in plan.targets:
+        if isinstance(gradients[index], _tree.Compact):
+            raise ValueError(
+                f"{plan.leaves[index].path!r}: this gradient is compact, and its basis came "
+                "beside it; pass it on: tx.update(grads, opt_state, params, bases=bases)"
+            )
 
 
 def refresh_basis(
@@ -129,10 +138,12 @@ def refresh_basis(
         raise ValueError(f"refresh_basis: dtype={dtype.name} cannot hold a basis; use a float")
 
     def init_fn(params: Any) -> Any:
-        plan = make_plan(params, targets, rank, side)
+        plan = make_plan(params, targets, rank, side).tracked(method, seed)
         leaves, treedef = _tree.flatten(params)
         if leaves:
-            reduction_basis, output_basis = _initial_bases(plan, treedef, seed, dtype)
+            reduction_basis, output_basis = _initial_bases(
+                plan, [_tree.unbox(leaf) for leaf in leaves], treedef, seed, dtype
+            )
         else:
             # An empty tree, or the placeholder of optax.tree_utils.tree_map_params.
             reduction_basis = output_basis = params
@@ -156,8 +167,9 @@ def refresh_basis(
         period = interval(count)
         offsets = jnp.zeros(len(plan.targets), jnp.int32)
         if stagger:
-            share = np.arange(len(plan.targets)) / max(1, len(plan.targets))
-            offsets = jnp.floor(share.astype(np.float32) * period).astype(jnp.int32)
+            # Target i of n waits for i * period // n steps; in parts, lest the product overflow.
+            number, total = jnp.arange(len(plan.targets), dtype=jnp.int32), len(plan.targets)
+            offsets = period // total * number + period % total * number // total
         # A refresh that had to be retried does not move the grid.
         return count + period - (count - offsets) % period
 
@@ -176,7 +188,10 @@ def refresh_basis(
             usable = (method == "random") | _subspace_methods.is_usable(gradient)
             for new in fresh.values():
                 usable &= jnp.all(jnp.isfinite(new))
-            kept = {side: jnp.where(usable, fresh[side], bases[side]) for side in sides}
+            kept = {
+                side: jnp.where(usable, place_like(fresh[side], old), old)
+                for side, old in bases.items()
+            }
             return Bases(**kept), usable
 
         return jax.lax.cond(due, refresh, lambda: (basis, jnp.zeros([], bool)))
@@ -192,7 +207,7 @@ def refresh_basis(
                 arguments = (
                     bases[number],
                     gradients[index],
-                    _leaf_key(seed, count, number),
+                    _subspace_methods.leaf_key(seed, count, number),
                     state.refreshes[number] == 0,
                     due[number],
                 )
@@ -211,20 +226,38 @@ def refresh_basis(
         # One scalar predicate around everything: nothing is even read between refreshes.
         return jax.lax.cond(jnp.any(due), refresh, keep)
 
-    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def accept(plan, given, state):
+        """Takes over bases that the backward pass refreshed."""
+        paths = [plan.leaves[index].path for index in plan.targets]
+        done = jnp.stack([given.refreshed[path] for path in paths])
+        return (
+            [given.bases[path] for path in paths],
+            jnp.where(done, following(state.tracker_count, plan), state.next_refresh),
+            state.refreshes + done.astype(jnp.int32),
+        )
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, bases: Any = None, **extra_args: Any
+    ) -> Any:
         del params, extra_args
         leaves, _ = _tree.flatten(updates)
-        plan = state.plan if state.plan.leaves else make_plan(updates, targets, rank, side)
+        plan = state.plan
+        if not plan.leaves:
+            plan = make_plan(updates, targets, rank, side).tracked(method, seed)
         plan.check_count(leaves, "updates")
         count: Any = optax.safe_increment(state.tracker_count)
         if not plan.targets:
             return updates, state._replace(tracker_count=count, plan=plan)
-        gradients = [_tree.unbox(leaf) for leaf in leaves]
-        bases = plan.bases(state.reduction_basis, state.output_basis)
-        bases, next_refresh, refreshes = refresh_all(plan, gradients, bases, state)
+        if bases is not None:
+            current, next_refresh, refreshes = accept(plan, bases, state)
+        else:
+            gradients = [_tree.unbox(leaf) for leaf in leaves]
+            _check_not_compact(plan, gradients)
+            old = plan.bases(state.reduction_basis, state.output_basis)
+            current, next_refresh, refreshes = refresh_all(plan, gradients, old, state)
         paths = [plan.leaves[index].path for index in plan.targets]
-        reduction = {path: b.reduction for path, b in zip(paths, bases, strict=True)}
-        output = {path: b.output for path, b in zip(paths, bases, strict=True)}
+        reduction = {path: b.reduction for path, b in zip(paths, current, strict=True)}
+        output = {path: b.output for path, b in zip(paths, current, strict=True)}
         return updates, TrackerState(
             plan=plan,
             tracker_count=count,

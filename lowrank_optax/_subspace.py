@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from lowrank_optax import _metrics, _moments, _probe, _target, _tree
+from lowrank_optax._contract import place_like, wide_dtype
 from lowrank_optax._lift import Lift, LiftInput, subspace_lift
-from lowrank_optax._plan import Plan
+from lowrank_optax._plan import LeafPlan, Plan
 from lowrank_optax._refresh import refresh_basis
 from lowrank_optax._state import SubspaceState, TrackerState, find_states
 from lowrank_optax._view import Bases
@@ -24,18 +25,30 @@ def _tracker_state(state: Any) -> TrackerState:
     return states[0]
 
 
-def _core_dtype(basis: jax.Array) -> Any:
-    return jnp.result_type(jnp.float32, basis)
-
-
 def _zero_cores(plan: Plan, tracker: TrackerState, params: Any) -> Any:
     """A tree like params with a zero core at each target, for the inner optimizer's init."""
     leaves, treedef = _tree.flatten(params)
     bases = plan.bases(tracker.reduction_basis, tracker.output_basis)
     for index, basis in zip(plan.targets, bases, strict=True):
         some = next(b for b in basis if b is not None)
-        leaves[index] = jnp.zeros(plan.leaves[index].core_shape, _core_dtype(some))
+        leaf = plan.leaves[index]
+        assert leaf.view is not None
+        zeros = jnp.zeros(leaf.core_shape, wide_dtype(some))
+        leaves[index] = leaf.view.place_core(zeros, leaf.sides, _tree.unbox(leaves[index]))
     return _tree.unflatten(treedef, leaves)
+
+
+def _core(leaf: LeafPlan, basis: Bases, array: Any) -> jax.Array:
+    """The core of one target: projected, or as the backward pass made it."""
+    assert leaf.view is not None
+    if not isinstance(array, _tree.Compact):
+        return leaf.view.project(array, basis)
+    if array.core.shape != leaf.core_shape:
+        raise ValueError(
+            f"{leaf.path!r}: got a compact gradient of shape {array.core.shape}, expected "
+            f"{leaf.core_shape}; compute gradients with the opt_state that you update"
+        )
+    return array.core
 
 
 def _encode(plan: Plan, bases: list[Bases], tree: Any) -> Any:
@@ -43,9 +56,7 @@ def _encode(plan: Plan, bases: list[Bases], tree: Any) -> Any:
     leaves, treedef = _tree.flatten(tree)
     plan.check_count(leaves, "updates or params")
     for index, basis in zip(plan.targets, bases, strict=True):
-        view = plan.leaves[index].view
-        assert view is not None
-        leaves[index] = view.project(_tree.unbox(leaves[index]), basis)
+        leaves[index] = _core(plan.leaves[index], basis, _tree.unbox(leaves[index]))
     return _tree.unflatten(treedef, leaves)
 
 
@@ -175,14 +186,23 @@ def galore_project(
             if decay[index] is not None:
                 coefficient, core_param = decay[index]
                 update = update - coefficient * core_param
-            view = plan.leaves[index].view
-            inputs.append(LiftInput(view, basis, cores[index], update, gradients[index]))
+            leaf, gradient = plan.leaves[index], gradients[index]
+            if isinstance(gradient, _tree.Compact):
+                if chosen_lift.needs_gradient:
+                    raise ValueError(
+                        f"{leaf.path!r}: {chosen_lift.name} needs the full gradient, got a compact "
+                        "one; use jax.value_and_grad in place of compact_value_and_grad, or a "
+                        "lift that works in the subspace, such as lro.subspace_lift()"
+                    )
+                gradient = None
+            inputs.append(LiftInput(leaf.view, basis, cores[index], update, gradient))
         lifted, lift_state = chosen_lift.update(inputs, lift_state)
         updates = {}
         for index, update in zip(plan.targets, lifted, strict=True):
             updates[index] = scale * update
             if decay[index] is not None:
-                updates[index] += decay[index][0] * weights[index]
+                weight = weights[index].astype(updates[index].dtype)
+                updates[index] += decay[index][0] * weight
         return updates, lift_state
 
     def scale_full_rank(plan, updates, decay):
@@ -192,14 +212,19 @@ def galore_project(
         scaled = {}
         for index, leaf in enumerate(plan.leaves):
             if leaf.is_target and not leaf.is_low_rank:
-                coefficient, weight = decay[index] or (0.0, 0.0)
-                decayed = coefficient * weight
-                scaled[index] = scale * (updates[index] - decayed) + decayed
+                update, decayed = updates[index].astype(wide_dtype(updates[index])), 0.0
+                if decay[index] is not None:
+                    coefficient, weight = (x.astype(update.dtype) for x in decay[index])
+                    decayed = coefficient * weight
+                scaled[index] = scale * (update - decayed) + decayed
         return scaled
 
     def fidelity_of(plan, bases, gradients, cores):
         rows = []
         for index, basis in zip(plan.targets, bases, strict=True):
+            if isinstance(gradients[index], _tree.Compact):
+                rows.append(_metrics.UNKNOWN)
+                continue
             approximation = plan.leaves[index].view.lift(cores[index], basis)
             rows.append(_metrics.fidelity(gradients[index], cores[index], approximation))
         return _metrics.stack_fidelities(rows, plan)
@@ -212,6 +237,7 @@ def galore_project(
         tracker = _tracker_state(tracker_state)
         plan = tracker.plan
         bases = plan.bases(tracker.reduction_basis, tracker.output_basis)
+        inner_args = {name: value for name, value in extra_args.items() if name != "bases"}
         # encode
         gradients, cores = _arrays(updates), _encode(plan, bases, updates)
         # carry
@@ -224,11 +250,11 @@ def galore_project(
                 cores,
                 _moments.Change(plan, bases, old, tracker.refreshes != before.refreshes),
                 before.tracker_count,
-                extra_args,
+                inner_args,
             )
         # inner
         inner_updates, decay, inner_state = run_inner(
-            cores, inner_state, params, plan, bases, extra_args
+            cores, inner_state, params, plan, bases, inner_args
         )
         # lift
         inner_leaves, weights = _arrays(inner_updates), _arrays(params)
@@ -241,8 +267,13 @@ def galore_project(
         boxes, treedef = _tree.flatten(updates)
         results = _tree.flatten(inner_updates)[0]
         for index, update in lifted.items():
-            dtype = gradients[index].dtype if optimizer is None else plan.leaves[index].dtype
-            results[index] = _tree.rebox(boxes[index], update.astype(dtype))
+            like = gradients[index]
+            if isinstance(like, _tree.Compact):
+                # Of a compact gradient only the parameter knows the form.
+                like = update if params is None else weights[index]
+                boxes[index] = None if params is None else _tree.flatten(params)[0][index]
+            dtype = like.dtype if optimizer is None else plan.leaves[index].dtype
+            results[index] = _tree.rebox(boxes[index], place_like(update.astype(dtype), like))
         state = SubspaceState(tracker_state, inner_state, lift_state, fidelity)
         return _tree.unflatten(treedef, results), state
 

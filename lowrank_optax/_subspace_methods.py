@@ -4,11 +4,13 @@ Each takes the gradient of one target and returns an orthonormal basis of one si
 differ in cost by orders of magnitude and, on real gradients, hardly in what they capture.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lowrank_optax._contract import REFRESH_PRECISION, contract, on_replicated
+from lowrank_optax._contract import REFRESH_PRECISION, contract, on_replicated, wide_dtype
 from lowrank_optax._orthonormalize import orthonormalize, whiten
 from lowrank_optax._view import OUTPUT, REDUCTION, View
 
@@ -21,6 +23,11 @@ WARM_ITERATIONS = 1
 # A warm start that is exactly orthogonal to the new gradient's subspace would never see it.
 # A little randomness in the start lets one iteration rediscover any direction.
 START_JITTER = 0.03
+
+
+def leaf_key(seed: int, count: Any, target: int) -> Array:
+    """The PRNG key of one target at one step; trackers keep none in their state."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), target)
 
 
 def random_directions(
@@ -81,7 +88,7 @@ def subspace_iteration(
         images = whiten(view.images(gradient, side, basis), batch_ndim)
         return orthonormalize(view.images(gradient, other, images), noise, batch_ndim)
 
-    start = basis + START_JITTER * noise
+    start = view.place_basis(basis + START_JITTER * noise, side, gradient)
     return jax.lax.fori_loop(0, iterations, iterate, start)
 
 
@@ -89,7 +96,7 @@ def singular_vectors(
     gradient: Float[Array, "..."], view: View, side: str, rank: int
 ) -> Float[Array, "*rows r"]:
     """The leading singular vectors from a full SVD: the reference, slow by design."""
-    matrix = view.as_matrix(gradient.astype(jnp.result_type(jnp.float32, gradient)))
+    matrix = view.as_matrix(gradient.astype(wide_dtype(gradient)))
 
     def leading(matrix: Array) -> Array:
         left, _, right = jnp.linalg.svd(matrix, full_matrices=False)
@@ -102,7 +109,7 @@ def gram_eigenvectors(
     gradient: Float[Array, "..."], view: View, side: str, rank: int
 ) -> Float[Array, "*rows r"]:
     """The leading eigenvectors of ``G Gᵀ`` (or ``Gᵀ G``), of the size of one side."""
-    matrix = view.as_matrix(gradient.astype(jnp.result_type(jnp.float32, gradient)))
+    matrix = view.as_matrix(gradient.astype(wide_dtype(gradient)))
     # Squares of entries must neither overflow nor vanish.
     largest = jnp.max(jnp.abs(matrix))
     matrix = matrix / jnp.where(largest > 0, largest, 1)
@@ -142,7 +149,7 @@ def new_basis(
         An orthonormal basis of the shape of ``basis``.
     """
     rank = basis.shape[-1]
-    basis = basis.astype(jnp.result_type(jnp.float32, basis))
+    basis = basis.astype(wide_dtype(basis))
     if method == "random":
         return random_basis(key, view, side, rank, basis.dtype)
     if method == "svd":
@@ -157,5 +164,5 @@ def new_basis(
 def is_usable(gradient: Float[Array, "..."]) -> Array:
     """Whether a gradient can define a subspace: every entry finite, and not all (near) 0."""
     # A NaN survives max; squares would overflow for large gradients and vanish for small.
-    largest = jnp.max(jnp.abs(gradient.astype(jnp.result_type(jnp.float32, gradient))))
+    largest = jnp.max(jnp.abs(gradient.astype(wide_dtype(gradient))))
     return jnp.isfinite(largest) & (largest > jnp.finfo(largest.dtype).tiny * 1e4)

@@ -12,7 +12,7 @@ from lowrank_optax import _tree
 
 SIDES = ("smaller", "larger", "reduction", "output", "both")
 
-Rank = int | float
+Rank = int | float | np.integer | np.floating
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,10 @@ class Target:
                 object.__setattr__(self, name, tuple(axes))
 
 
+class ByDefault(Target):
+    """A target that stands for what the default rule decides."""
+
+
 # One leaf's entry: a target, optax's dimension numbers, a bare rank, or None.
 TargetLike = Any
 # A list of (regex, entry) rules, a pytree of entries, a callable (path, leaf) -> entry, or None.
@@ -110,6 +114,7 @@ def as_target(entry: TargetLike, path: str) -> Target | None:
         # optax's MuonDimensionNumbers and GaLoreDimensionNumbers, whichever optax has.
         return Target(None, entry.reduction_axis, entry.output_axis)
     try:
+        check_rank(entry, "rank")
         return Target(entry)
     except (TypeError, ValueError) as error:
         raise type(error)(
@@ -122,27 +127,41 @@ def _is_entry(x: Any) -> bool:
     return x is None or isinstance(x, Target) or hasattr(x, "reduction_axis")
 
 
+class OptionalPattern(str):
+    """A regex of a preset, which is written for many models and need not match this one."""
+
+
 class Table:
     """A list of ``(regex, entry)`` rules of which the first match decides.
 
     The regex is searched in the leaf's path, ``decoder/layers/q/kernel``.
+
+    Attributes:
+        rules: pairs of a compiled regex and a target or None.
+        optional: for each rule whether it may match nothing without a warning.
     """
 
-    def __init__(self, rules: Sequence[tuple[str, TargetLike]]):
+    def __init__(self, rules: Sequence[Any]):
         self.rules = []
+        self.optional = []
         for number, rule in enumerate(rules):
             if not (isinstance(rule, tuple | list) and len(rule) == 2):
                 raise TypeError(
                     f"targets[{number}] must be a pair (regex, rank | Target | None), got {rule!r}"
                 )
             pattern, entry = rule
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    f"targets[{number}]: the regex of a rule must be a string, got {pattern!r}"
+                )
             try:
                 compiled = re.compile(pattern)
-            except (re.error, TypeError) as error:
+            except re.error as error:
                 raise ValueError(
                     f"targets[{number}]: {pattern!r} is no regular expression: {error}"
                 ) from None
             self.rules.append((compiled, as_target(entry, pattern)))
+            self.optional.append(isinstance(pattern, OptionalPattern))
 
     def match(self, path: str) -> int | None:
         """The number of the first rule that matches, or None."""
@@ -153,29 +172,30 @@ class Table:
 
 
 def is_table(targets: Targets) -> bool:
-    """Whether ``targets`` is a list of rules, as opposed to a pytree of entries."""
-    return isinstance(targets, list | tuple) and all(
-        isinstance(rule, list | tuple)
-        and not hasattr(rule, "_fields")
-        and len(rule) == 2
-        and isinstance(rule[0], str)
+    """Whether ``targets`` is a list of rules, as opposed to a pytree of entries.
+
+    A single string where a pattern would stand makes it one, so that a slip in another rule is
+    reported as that.
+    """
+    if not isinstance(targets, list | tuple) or hasattr(targets, "_fields"):
+        return False
+    return not targets or any(
+        isinstance(rule, str)
+        or (isinstance(rule, list | tuple) and len(rule) > 0 and isinstance(rule[0], str))
         for rule in targets
     )
 
 
 def entries_of_tree(targets: Any, treedef: Any, paths: Sequence[str]) -> list[Target | None]:
     """Reads a pytree of entries that is parallel to params."""
-    entries, structure = jax.tree.flatten(targets, is_leaf=_is_entry)
-    if len(entries) != len(paths):
-        given = {
-            _tree.path_name(path)
-            for path, _ in jax.tree_util.tree_flatten_with_path(targets, is_leaf=_is_entry)[0]
-        }
-        odd = sorted(set(paths) ^ given)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=_is_entry)
+    given = [_tree.path_name(path) for path, _ in pairs]
+    if given != list(paths):
+        odd = sorted(set(paths) ^ set(given))
         raise ValueError(
-            f"targets is a tree of {len(entries)} entries for params with {len(paths)} leaves"
+            f"targets is a tree of {len(given)} entries for params with {len(paths)} leaves"
             + (f"; they differ at {odd[0]!r}" if odd else "")
             + ". Give one Target or None for each leaf, a list of (regex, rank) rules, "
             f"or a callable (path, leaf) -> Target | None. Got {structure}, params {treedef}"
         )
-    return [as_target(entry, path) for entry, path in zip(entries, paths, strict=True)]
+    return [as_target(entry, path) for path, (_, entry) in zip(paths, pairs, strict=True)]

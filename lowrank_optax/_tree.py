@@ -2,9 +2,10 @@
 
 The rest of the library works on flat lists of leaves, in the order of the params tree. A
 *leaf* here is what a person would call one: an array, a boxed array (a Flax ``Variable``
-or ``Partitioned``), or None.
+or ``Partitioned``), a compact gradient, or None.
 """
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,24 @@ import jax.numpy as jnp
 import optax
 
 PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Compact:
+    """A compact gradient: what the backward pass left of one target's gradient.
+
+    It stands in a tree of gradients where the leaf-shaped array would, and is a pytree node, so
+    norms, clipping and sums over micro-batches act on its arrays.
+
+    Attributes:
+        core: the gradient in the subspace, ``PᵀG``, ``GQ`` or ``PᵀGQ``.
+        extra: the products with extra directions that were asked for, or None.
+    """
+
+    # JAX puts placeholders in the place of arrays.
+    core: Any
+    extra: Any = None
 
 
 def is_box(x: Any) -> bool:
@@ -38,7 +57,7 @@ def rebox(box: Any, value: Any) -> Any:
 
 
 def _is_leaf(x: Any) -> bool:
-    return x is None or is_box(x)
+    return x is None or isinstance(x, Compact) or is_box(x)
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
@@ -53,11 +72,7 @@ def flatten_with_paths(tree: PyTree) -> tuple[list[str], list[Any], Any]:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """The name of a leaf as a person writes it: ``decoder/layers_0/q/kernel``.
-
-    One spelling for every container: Flax's ``.value`` at the end (``init`` sees boxed
-    variables, ``update`` bare arrays) is left out.
-    """
+    """The name of a leaf as a person writes it: ``decoder/layers_0/q/kernel``."""
     parts = []
     for key in path:
         for attribute in ("key", "name", "idx"):
@@ -66,8 +81,6 @@ def path_name(path: Sequence[Any]) -> str:
                 break
         else:
             parts.append(str(key).strip("./[]'\""))
-    if len(parts) > 1 and parts[-1] == "value" and hasattr(path[-1], "name"):
-        parts.pop()
     return "/".join(parts)
 
 

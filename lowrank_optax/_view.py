@@ -8,11 +8,11 @@ import dataclasses
 import math
 import string
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
-from lowrank_optax._contract import REFRESH_PRECISION, STEP_PRECISION, contract
+from lowrank_optax._contract import REFRESH_PRECISION, STEP_PRECISION, contract, place
 
 REDUCTION, OUTPUT = "reduction", "output"
 
@@ -147,6 +147,16 @@ class View:
             directions,
             precision=REFRESH_PRECISION,
         )
+
+    def place_basis(self, basis: Float[Array, "..."], side: str, leaf: Any) -> Array:
+        """A basis on the mesh axes of its side of ``leaf``, its rank axis on every device."""
+        labels = self._labels(self.batch_axes) + self._labels(self.side_axes(side)) + "z"
+        return place(basis, labels, leaf, self._labels(range(len(self.shape))))
+
+    def place_core(self, core: Float[Array, "..."], sides: Sequence[str], leaf: Any) -> Array:
+        """A core on the mesh axes of those sides of ``leaf`` that are not projected."""
+        labels = self._core_labels(REDUCTION in sides, OUTPUT in sides)
+        return place(core, labels, leaf, self._labels(range(len(self.shape))))
 
     def as_matrix(self, leaf: Float[Array, "..."]) -> Float[Array, "*batch m n"]:
         """``(*batch, m, n)``, copied and flattened: for reference methods only."""

@@ -4,18 +4,41 @@ Each function returns a list of ``(regex, rank)`` rules for ``targets=``; the fi
 decides. Put your own rules in front: ``targets=[("mlp/down", 64), *lro.targets.finetune()]``.
 """
 
-from lowrank_optax._target import Rank, TargetLike
-
-_ATTENTION = r"(?i)(^|[/_.])(self_?|cross_?)?(attn|attention|mha|multiheadattention)"
-_ATTENTION_NAMES = (
-    r"(?i)/(w?(q|k|v|o|qkv|kv)(_proj|_einsum)?|query|key|value|out|attn_vec_einsum)(/|$)"
-)
-_MLP = r"(?i)(mlp|ffn?|feed_?forward|moe|experts?|gate|up|down|wi(_\d)?|fc\d?)([_/]|$)"
-_EMBEDDING = r"(?i)(embed|wte|wpe|vocab)"
-_HEAD = r"(?i)(^|/)(lm_?head|logits(_dense)?|unembed|head|output)/"
-_NORM = r"(?i)(norm|(^|/)ln(_\w+)?)(/|$|_)"
+from lowrank_optax._target import ByDefault, OptionalPattern, Rank, TargetLike
 
 Rules = list[tuple[str, TargetLike]]
+
+_NORM = OptionalPattern(r"(?i)(norm|(^|/)ln(_?\w)?)(\d|/|$|_)")
+_HEAD = OptionalPattern(
+    r"(?i)(^|/)(lm_?head\w*|head|unembed\w*|embed_out|to_logits|logits(_\w+)?|classifier)(/|$)"
+    r"|^(params/)?(output|predictions)/"
+)
+_EMBEDDING = OptionalPattern(
+    r"(?i)embed|(^|[/_])emb(s|\d*)(_|/|$)|(^|/)w[tp]e(/|$)|vocab|(^|/)pos_"
+)
+_ATTENTION = OptionalPattern(r"(?i)attn|attention|(^|[/_])mha|multi_?head")
+_MLP = OptionalPattern(
+    r"(?i)(^|[/_])(mlp|feed_?forward|moe|expert)"
+    r"|(^|/)(ffn?\d?|(gate|up|down)(_proj)?|wi(_\d)?|w[123]|fc_?\w*|intermediate)(/|$)"
+    r"|/output/dense/"
+)
+# Names that say little; an MLP may have a wo, too.
+_ATTENTION_NAMES = OptionalPattern(
+    r"(?i)(^|/)(w?_?(q|k|v|o|qkv|kv)(_proj|_einsum)?|query|key|value|out|attn_vec_einsum)(/|$)"
+)
+
+
+def default() -> Rules:
+    """What ``targets=None`` does, as a rule: matrices of linear layers, at the tracker's rank.
+
+    Returns:
+        One rule that matches every leaf, for the end of a list.
+
+    Example:
+        >>> import lowrank_optax as lro
+        >>> tracker = lro.refresh_basis(64, targets=[("router", None), *lro.targets.default()])
+    """
+    return [(OptionalPattern(""), ByDefault())]
 
 
 def finetune(attention: Rank = 16, mlp: Rank = 32) -> Rules:
@@ -34,11 +57,11 @@ def finetune(attention: Rank = 16, mlp: Rank = 32) -> Rules:
     """
     return [
         (_NORM, None),
-        (_EMBEDDING, None),
         (_HEAD, None),
+        (_EMBEDDING, None),
         (_ATTENTION, attention),
-        (_ATTENTION_NAMES, attention),
         (_MLP, mlp),
+        (_ATTENTION_NAMES, attention),
     ]
 
 
@@ -71,9 +94,9 @@ def logra(embedding: Rank = 128, attention: Rank = 64, mlp: Rank = 32, head: Ran
     """
     return [
         (_NORM, None),
-        (_EMBEDDING, embedding),
         (_HEAD, head),
+        (_EMBEDDING, embedding),
         (_ATTENTION, attention),
-        (_ATTENTION_NAMES, attention),
         (_MLP, mlp),
+        (_ATTENTION_NAMES, attention),
     ]

@@ -6,6 +6,8 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    # Compiling is most of what the tests do.
+    " --xla_backend_optimization_level=0"
 )
 
 from jaxtyping import install_import_hook

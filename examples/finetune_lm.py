@@ -1,0 +1,300 @@
+"""Trains a small byte-level language model with AdamW, then with GaLore, and compares the two.
+
+Without arguments it reads the source text of Python's standard library and takes a few minutes on
+two CPU cores. Nothing is downloaded.
+
+  python examples/finetune_lm.py
+  python examples/finetune_lm.py --optimizer galore --rank 16 --lr 5e-3 --describe
+  python examples/finetune_lm.py --data book.txt --checkpoint runs/book
+  python examples/finetune_lm.py --data book.txt --checkpoint runs/book --resume
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from rich.console import Console
+
+import data
+import lowrank_optax as lro
+import optimizers
+import options
+import reporting
+import training
+from checkpointing import Checkpoints
+from decoder import DecoderConfig, functional, next_token_loss
+from errors import Interruption, UserError, one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """What the command line asks for, resolved and checked.
+
+    Attributes:
+        args: the options.
+        corpus: the data.
+        model: the shape of the model.
+        optimizer: what all optimizers are told.
+        warmup: steps.
+        peaks: learning rates by optimizer.
+    """
+
+    args: argparse.Namespace
+    corpus: data.Corpus
+    model: DecoderConfig
+    optimizer: optimizers.Options
+    warmup: int
+    peaks: dict[str, float]
+
+
+def prepare(args: argparse.Namespace) -> Experiment:
+    """Resolves the options.
+
+    Args:
+        args: what the parser returned.
+
+    Returns:
+        The experiment.
+
+    Raises:
+        UserError: if they cannot be what the user wants.
+    """
+    options.check(args)
+    try:
+        text = data.read_files(args.data) if args.data else data.standard_library()
+        corpus = data.split(text, args.seq_len)
+    except OSError as error:
+        raise UserError(
+            f"--data {error.filename} cannot be read ({error.strerror}): give readable text files"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"--data: {error}") from error
+    try:
+        model = DecoderConfig.tiny(
+            hidden_size=args.hidden,
+            intermediate_size=args.ffn,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.kv_heads,
+            max_position_embeddings=args.seq_len,
+            remat=args.remat,
+            param_dtype=args.dtype,
+            dtype=args.dtype,
+        )
+    except ValueError as error:
+        raise UserError(f"--hidden, --heads, --kv-heads: {error}") from error
+    default, rates = optimizers.Options(), dict(args.lr)
+    return Experiment(
+        args=args,
+        corpus=corpus,
+        model=model,
+        optimizer=optimizers.Options(
+            rank=args.rank or default.rank,
+            refresh_every=args.refresh_every or default.refresh_every,
+            scale=args.scale,
+            weight_decay=args.weight_decay,
+        ),
+        warmup=min(20, args.steps // 10) if args.warmup is None else args.warmup,
+        peaks={
+            name: rates.get(name, rates.get(None, optimizers.RECIPES[name].learning_rate))
+            for name in args.optimizer
+        },
+    )
+
+
+def fingerprint(experiment: Experiment, name: str) -> dict[str, Any]:
+    """Everything that decides what a run computes, for comparison when it is resumed."""
+    args = experiment.args
+    tuned = dataclasses.asdict(experiment.optimizer)
+    if not optimizers.RECIPES[name].projected:
+        tuned = {"weight_decay": args.weight_decay}
+    return {
+        "optimizer": {"name": name, "lr": experiment.peaks[name], "clip": args.clip, **tuned},
+        "model": dataclasses.asdict(experiment.model),
+        "data": experiment.corpus.fingerprint,
+        "schedule": args.schedule,
+        "warmup": experiment.warmup,
+        # The length shapes a cosine; a constant schedule may be prolonged.
+        "steps": args.steps if args.schedule == "cosine" else None,
+        "batch_size": args.batch_size,
+        "accumulate": args.accumulate,
+        "seed": args.seed,
+    }
+
+
+def open_checkpoints(experiment: Experiment) -> dict[str, Checkpoints]:
+    """The checkpoints of every run, by optimizer; none without ``--checkpoint``.
+
+    Args:
+        experiment: what will be trained.
+
+    Returns:
+        Checkpoints that have been checked; nothing is written yet.
+
+    Raises:
+        UserError: if a run would be mixed with another, or there is nothing to resume.
+    """
+    args = experiment.args
+    if args.checkpoint is None:
+        return {}
+    opened = {
+        name: Checkpoints(args.checkpoint / name, fingerprint(experiment, name))
+        for name in args.optimizer
+    }
+    for checkpoints in opened.values():
+        checkpoints.check(args.resume)
+    if args.resume and all(checkpoints.latest is None for checkpoints in opened.values()):
+        raise UserError(
+            f"--resume finds no checkpoint of {' or '.join(opened)} in '{args.checkpoint}': name "
+            "the directory of an earlier run, or leave --resume out"
+        )
+    return opened
+
+
+def log_path(args: argparse.Namespace, name: str) -> pathlib.Path | None:
+    """Where the metrics of one run go.
+
+    Raises:
+        UserError: if another run's metrics are there.
+    """
+    if args.log_dir is None:
+        return None
+    path = args.log_dir / f"{name}.jsonl"
+    if path.exists() and not args.resume:
+        raise UserError(f"'{path}' exists already: choose another --log-dir")
+    return path
+
+
+def make_optimizer(
+    experiment: Experiment, name: str
+) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
+    """One optimizer as the experiment wants it, and its learning rates."""
+    args = experiment.args
+    peak = experiment.peaks.get(name, 0.0)
+    schedule = optimizers.make_schedule(peak, args.steps, experiment.warmup, args.schedule)
+    return optimizers.make(name, schedule, experiment.optimizer, args.clip), schedule
+
+
+def restore_or_init(
+    checkpoints: Checkpoints | None,
+    init: Callable[[jax.Array], training.Params],
+    tx: optax.GradientTransformation,
+    seed: int,
+) -> tuple[int, tuple[training.Params, optax.OptState]]:
+    """The latest state of a run, or the first one.
+
+    Args:
+        checkpoints: where to look.
+        init: makes parameters from a key.
+        tx: the optimizer.
+        seed: of the parameters.
+
+    Returns:
+        How many updates the state has seen; parameters and optimizer state.
+    """
+
+    @jax.jit
+    def start(key: jax.Array) -> tuple[training.Params, optax.OptState]:
+        params = init(key)
+        return params, tx.init(params)
+
+    key = jax.random.key(seed)
+    if checkpoints is None or checkpoints.latest is None:
+        return 0, start(key)
+    return checkpoints.restore(jax.eval_shape(start, key))
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Trains with every optimizer in turn and prints the comparison.
+
+    Args:
+        args: the options.
+        console: where to print.
+    """
+    experiment = prepare(args)
+    checkpoints = open_checkpoints(experiment)
+    logs = {name: log_path(args, name) for name in args.optimizer}
+    init, apply = functional(experiment.model)
+
+    def loss_fn(params: training.Params, tokens: jax.Array) -> jax.Array:
+        return next_token_loss(apply(params, tokens[:, :-1]), tokens[:, 1:])
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    console.print(
+        f"{sum(leaf.size for leaf in jax.tree.leaves(shapes)):,} parameters; "
+        f"{len(experiment.corpus.train):,} bytes to train on, "
+        f"{len(experiment.corpus.validation):,} held out; "
+        f"{args.batch_size * args.seq_len:,} bytes a step",
+        highlight=False,
+        soft_wrap=True,
+    )
+    gradients = training.full_gradients(loss_fn, args.accumulate)
+    evaluate = training.make_evaluate(loss_fn)
+    settings = training.Settings(
+        steps=args.steps,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        eval_every=args.eval_every or max(args.steps // 4, 1),
+        save_every=args.checkpoint_every or 100,
+    )
+    results = {}
+    for name in args.optimizer:
+        tx, schedule = make_optimizer(experiment, name)
+        if args.describe and optimizers.RECIPES[name].projected:
+            console.print(str(lro.describe(tx, shapes)), highlight=False, soft_wrap=True)
+        with contextlib.ExitStack() as stack:
+            saved = checkpoints.get(name)
+            if saved is not None:
+                stack.enter_context(saved)
+            start, state = restore_or_init(saved, init, tx, args.seed)
+            if start > args.steps:
+                raise UserError(
+                    f"the checkpoint of {name} has seen {start} steps, more than --steps "
+                    f"{args.steps}: ask for more of them"
+                )
+            observer = reporting.Reporter(name, start, args.steps, console, logs[name])
+            results[name] = training.train(
+                state,
+                start,
+                train_step=training.make_train_step(gradients, tx),
+                evaluate=evaluate,
+                corpus=experiment.corpus,
+                schedule=schedule,
+                settings=settings,
+                observer=stack.enter_context(observer),
+                save=None if saved is None else saved.save,
+            )
+    adamw, _ = make_optimizer(experiment, "adamw")
+    yardstick = training.count_bytes(jax.eval_shape(adamw.init, shapes))
+    reporting.print_results(console, results, yardstick)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Args:
+        argv: the arguments; ``None`` takes the process's own.
+
+    Returns:
+        The exit code: 2 for what the user has to put right, 130 after Ctrl-C.
+    """
+    try:
+        run(options.make_parser(__doc__).parse_args(argv), Console())
+    except UserError as error:
+        print(f"finetune_lm: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except (Interruption, KeyboardInterrupt) as stop:
+        message = one_line(stop) if isinstance(stop, Interruption) else "interrupted"
+        print(f"finetune_lm: {message}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The targets of a compact backward pass, and the products of their gradients it makes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from lowrank_optax import _subspace_methods
+from lowrank_optax._contract import wide_dtype
+from lowrank_optax._factored import Factored, Product, ProductAxes
+from lowrank_optax._plan import LeafPlan
+from lowrank_optax._state import SubspaceState, TrackerState, find_states
+from lowrank_optax._tree import Compact
+from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View
+
+_RANK_AXES = {REDUCTION: -1, OUTPUT: -2}
+# Methods whose refresh is a subspace iteration.
+ITERATED = ("subspace", "frozen")
+
+
+class CompactTarget(NamedTuple):
+    """One target with what its tracker's state says of it.
+
+    Attributes:
+        plan: the leaf's plan.
+        bases: its bases as stored.
+        method: how they are found.
+        key: the PRNG key of this step.
+        due: boolean scalar, whether a refresh is due.
+        first: boolean scalar, whether none has been yet.
+    """
+
+    plan: LeafPlan
+    bases: Bases
+    method: str
+    key: Array
+    due: Array
+    first: Array
+
+
+def find_targets(opt_state: Any) -> list[CompactTarget]:
+    """The targets of every subspace optimizer in a state."""
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState)):
+        if isinstance(node, optax.MultiStepsState) and find_states(node, SubspaceState):
+            raise ValueError(
+                "compact_value_and_grad: optax.MultiSteps around the optimizer keeps full-sized "
+                "sums of gradients, which compact ones cannot enter. Put it inside, "
+                "lro.galore_project(optax.MultiSteps(...)), or sum the gradients of micro-batches "
+                "before one update"
+            )
+    trackers = [
+        tracker
+        for state in find_states(opt_state, SubspaceState)
+        for tracker in find_states(state.tracker_state, TrackerState)
+    ]
+    if not trackers:
+        raise ValueError(
+            "compact_value_and_grad: opt_state holds no subspace optimizer, so there is no basis "
+            "to project on; pass the state of one, such as lro.galore_adamw(...).init(params), or "
+            "use jax.value_and_grad"
+        )
+    targets = []
+    for tracker in trackers:
+        plan = tracker.plan
+        if plan.targets and plan.method in ("svd", "gram"):
+            raise ValueError(
+                f"compact_value_and_grad: method={plan.method!r} needs the full gradient, which "
+                'here never exists; use method="subspace", "random" or "frozen"'
+            )
+        stored = plan.bases(tracker.reduction_basis, tracker.output_basis)
+        due = tracker.tracker_count >= tracker.next_refresh
+        for number, (index, bases) in enumerate(zip(plan.targets, stored, strict=True)):
+            key = _subspace_methods.leaf_key(plan.seed, tracker.tracker_count, number)
+            first = tracker.refreshes[number] == 0
+            leaf = plan.leaves[index]
+            targets.append(CompactTarget(leaf, bases, plan.method, key, due[number], first))
+    return targets
+
+
+def view_of(target: CompactTarget) -> View:
+    assert target.plan.view is not None
+    return target.plan.view
+
+
+def wide(bases: Bases) -> Bases:
+    return jax.tree.map(lambda b: b.astype(wide_dtype(b)), bases)
+
+
+def one_sided(side: str, basis: Array) -> Bases:
+    return Bases(reduction=basis) if side == REDUCTION else Bases(output=basis)
+
+
+def product_of(view: View, bases: Bases) -> Product:
+    """The product of a leaf's gradient with its bases, as an empty core to differentiate."""
+    arrays, names, sides = [], [], []
+    for side, basis in zip((REDUCTION, OUTPUT), bases, strict=True):
+        if basis is not None:
+            arrays.append(basis)
+            names.append((*view.batch_axes, *view.side_axes(side), _RANK_AXES[side]))
+            sides.append(side)
+    core_axes = [*view.batch_axes]
+    shape = list(view.batch_shape)
+    for side in (REDUCTION, OUTPUT):
+        if side in sides:
+            core_axes.append(_RANK_AXES[side])
+            shape.append(arrays[sides.index(side)].shape[-1])
+        else:
+            core_axes.extend(view.side_axes(side))
+            shape.extend(view.shape[axis] for axis in view.side_axes(side))
+    dtype = wide_dtype(*arrays)
+    axes = ProductAxes(tuple(names), tuple(core_axes))
+    return Product(tuple(arrays), jnp.zeros(shape, dtype), axes)
+
+
+def factored_weight(weight: Array, plan: LeafPlan, products: Sequence[Product]) -> Factored:
+    axes = tuple((axis,) for axis in range(weight.ndim))
+    return Factored(weight, tuple(products), axes, tuple(weight.shape), plan.path)
+
+
+def main_products(target: CompactTarget, bases: Bases, extra: Array | None) -> list[Product]:
+    """The core's product first; with bases on both sides, those that a refresh needs too."""
+    view = view_of(target)
+    main = product_of(view, bases)
+    if len(target.plan.sides) == 1 and extra is not None:
+        (side,) = target.plan.sides
+        widened = jnp.concatenate([getattr(bases, side), extra.astype(jnp.float32)], axis=-1)
+        return [product_of(view, one_sided(side, widened))]
+    if len(target.plan.sides) == 1 or target.method not in ITERATED:
+        return [main]
+    return [main, *(product_of(view, one_sided(s, getattr(bases, s))) for s in target.plan.sides)]
+
+
+def split_extra(target: CompactTarget, core: Array, extra: Array | None) -> Compact:
+    """The core and the products with extra directions, from one product with both."""
+    if extra is None:
+        return Compact(core)
+    (side,) = target.plan.sides
+    axis = view_of(target).core_axes([side])[side]
+    rank = target.plan.rank
+    return Compact(*jnp.split(core, [rank], axis=axis))

@@ -1,0 +1,179 @@
+"""The training step, the schedule, and what is reported."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+import optimizers
+import reporting
+import training
+from errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """Optax and Orbax do not run under strict promotion, and scripts do not ask for it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def loss_fn(params, tokens):
+    return jnp.mean((tokens.astype(jnp.float32) @ params["w"].astype(jnp.float32)) ** 2)
+
+
+@pytest.fixture
+def params():
+    return {"w": jax.random.normal(jax.random.key(0), (5, 3))}
+
+
+@pytest.fixture
+def tokens():
+    return jax.random.randint(jax.random.key(1), (8, 5), 0, 4)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_accumulation_is_the_same_step(params, tokens, micro_batches):
+    tx = optax.with_extra_args_support(optax.adamw(optax.linear_schedule(1e-2, 0.0, 5)))
+    results = []
+    for parts in (1, micro_batches):
+        step = training.make_train_step(training.full_gradients(loss_fn, parts), tx)
+        state = jax.tree.map(jnp.copy, params), tx.init(params)
+        for _ in range(3):
+            *state, metrics = step(*state, tokens)
+        results.append((state, metrics))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), *results)
+    assert optax.tree.get(results[1][0][1], "count", filtering=_is_schedule) == 3
+
+
+def _is_schedule(path, _):
+    return any(getattr(entry, "tuple_name", None) == "ScaleByScheduleState" for entry in path)
+
+
+def test_accumulated_gradients_keep_the_type_of_the_parameters(params, tokens):
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    loss, grads, extra = training.full_gradients(loss_fn, 2)(params, tokens, ())
+    assert (grads["w"].dtype, loss.dtype, extra) == (jnp.bfloat16, jnp.float32, {})
+
+
+def test_extra_arguments_of_the_gradients_reach_the_optimizer(params, tokens):
+    def gradients(params, tokens, opt_state):
+        loss, grads, _ = training.full_gradients(loss_fn)(params, tokens, opt_state)
+        return loss, grads, {"factor": opt_state[1]["next"]}
+
+    def update(updates, state, params=None, *, factor):
+        return jax.tree.map(lambda g: -factor * g, updates), {"next": state["next"] + 1}
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: {"next": jnp.zeros(())}, update)
+    tx = optax.chain(optax.clip_by_global_norm(1e9), inner)
+    step = training.make_train_step(gradients, tx)
+    start = np.array(params["w"])  # a copy: the step takes the memory
+    new, state, _ = step(params, tx.init(params), tokens)
+    np.testing.assert_array_equal(new["w"], start)  # the factor was 0
+    new, _, _ = step(new, state, tokens)
+    assert not np.array_equal(new["w"], start)
+
+
+def test_the_step_reuses_the_memory_of_its_arguments(params, tokens):
+    tx = optax.with_extra_args_support(optax.adam(1e-3))
+    state = tx.init(params)
+    training.make_train_step(training.full_gradients(loss_fn), tx)(params, state, tokens)
+    assert params["w"].is_deleted()
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.ndim)
+
+
+def test_evaluation_weighs_batches_by_their_size(params):
+    rows = np.arange(35).reshape(7, 5) % 4
+    evaluate = training.make_evaluate(loss_fn)
+    expected = float(loss_fn(params, jnp.asarray(rows)))
+    assert evaluate(params, [rows[:3], rows[3:6], rows[6:]]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["cosine", "constant"])
+def test_schedules(shape):
+    schedule = optimizers.make_schedule(1.0, steps=50, warmup=10, shape=shape)
+    rates = np.array([schedule(step) for step in range(50)])
+    assert rates[0] > 0
+    assert rates[10] == rates.max() == 1.0
+    assert np.all(np.diff(rates[:11]) > 0)
+    if shape == "constant":
+        np.testing.assert_array_equal(rates[10:], 1.0)
+    else:
+        assert np.all(np.diff(rates[10:]) <= 0)
+        assert 0.1 < rates[-1] < 0.11
+    unwarmed = optimizers.make_schedule(1.0, steps=50, warmup=0, shape=shape)
+    assert unwarmed(0) == 1.0
+
+
+@pytest.mark.parametrize("name", optimizers.RECIPES)
+def test_every_recipe_trains(name):
+    params = {"layers": {"mlp": {"up_proj": {"kernel": jnp.ones((2, 8, 12)) * jnp.eye(8, 12)}}}}
+    target = jax.random.normal(jax.random.key(0), (2, 8, 12))
+
+    def distance(params):
+        return jnp.mean((params["layers"]["mlp"]["up_proj"]["kernel"] - target) ** 2)
+
+    options = optimizers.Options(rank=0.5, refresh_every=2, weight_decay=0.01)
+    tx = optimizers.make(name, optax.constant_schedule(1e-2), options, clip=1.0)
+    state, before = tx.init(params), distance(params)
+    update = jax.jit(tx.update)
+    for _ in range(4):
+        updates, state = update(jax.grad(distance)(params), state, params)
+        params = optax.apply_updates(params, updates)
+    assert distance(params) < before
+
+
+def test_bytes_are_those_of_the_arrays():
+    tree = {"a": jnp.zeros((3, 4)), "b": (jnp.zeros(5, jnp.bfloat16), optax.MaskedNode(), None)}
+    assert training.count_bytes(tree) == 48 + 10
+    assert training.count_bytes(jax.eval_shape(lambda: tree)) == 58
+
+
+def test_a_resumed_log_drops_what_is_done_again(tmp_path):
+    path = tmp_path / "deep" / "adamw.jsonl"
+    metrics = {"loss": 1.0, "learning_rate": 0.1, "tokens_per_second": 5.0}
+    console = Console(quiet=True)
+    with reporting.Reporter("adamw", 0, 9, console, path) as reporter:
+        for step in (1, 2, 3, 4):
+            reporter.step(step, metrics)
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')  # killed while writing
+    with reporting.Reporter("adamw", 2, 9, console, path) as reporter:
+        reporter.step(3, metrics | {"val_loss": 2.0})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[2] == {"step": 3, **metrics, "val_loss": 2.0}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run():
+    class Corpus:
+        def batch(self, seed, step, size):
+            return np.zeros((1, 2), np.int32)
+
+    saved = []
+    settings = training.Settings(steps=9, batch_size=1, seed=0, eval_every=5, save_every=2)
+
+    class Observer:
+        def step(self, step, metrics): ...
+
+    def train_step(params, opt_state, tokens):
+        loss = jnp.where(params < 3, 1.0, jnp.nan)
+        return params + 1, opt_state, {"loss": loss, "grad_norm": loss}
+
+    with pytest.raises(UserError, match="the loss is nan at step 4: lower --lr"):
+        training.train(
+            (jnp.array(0), ()),
+            0,
+            train_step=train_step,
+            evaluate=lambda params, batches: 0.0,
+            corpus=Corpus(),  # pyright: ignore[reportArgumentType]
+            schedule=optax.constant_schedule(1.0),
+            settings=settings,
+            observer=Observer(),
+            save=lambda step, state: saved.append(step),
+        )
+    assert saved == [2]

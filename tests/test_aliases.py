@@ -1,0 +1,110 @@
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowrank_optax as lro
+from tests.helpers import avals, normal, regression, relaxed, sequence, train
+
+PARAMS = {"w": normal(0, (6, 10)), "bias": normal(1, (4,))}
+ARGUMENTS = {
+    "learning_rate": optax.linear_schedule(0.0, 0.1, 3),
+    "rank": 2,
+    "refresh_every": 2,
+    "scale": 0.5,
+    "b1": 0.8,
+    "b2": 0.95,
+    "eps": 1e-3,
+    "weight_decay": 0.3,
+}
+
+
+def updates_of(tx, steps=5):
+    gradients = sequence(PARAMS, steps)
+
+    @jax.jit
+    def run(gradients, state):
+        def step(state, gradient):
+            updates, state = tx.update(gradient, state, PARAMS)
+            return state, updates
+
+        return jax.lax.scan(step, state, gradients)
+
+    return run(gradients, tx.init(PARAMS))
+
+
+def test_galore_adamw_is_its_parts():
+    parts = lro.galore_project(
+        optax.adamw(ARGUMENTS["learning_rate"], 0.8, 0.95, 1e-3, weight_decay=0.3),
+        lro.refresh_basis(2, 2),
+        scale=0.5,
+    )
+    state, updates = updates_of(relaxed(lro.galore_adamw(**ARGUMENTS)))
+    other, expected = updates_of(relaxed(parts))
+    assert state.tracker_state.refreshes.tolist() == [3]
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    for path in PARAMS:
+        np.testing.assert_array_equal(updates[path], expected[path])
+
+
+@pytest.mark.parametrize(
+    ("option", "check"),
+    [
+        ({"method": "frozen"}, lambda s: s.tracker_state.refreshes.tolist() == [1]),
+        ({"side": "output"}, lambda s: s.tracker_state.output_basis["w"].shape == (10, 2)),
+        ({"moments": "keep"}, lambda s: True),
+        ({"mask": {"w": False, "bias": True}}, lambda s: True),
+        ({"mu_dtype": jnp.bfloat16}, lambda s: optax.tree.get(s, "mu")["w"].dtype == jnp.bfloat16),
+        ({"metrics": True}, lambda s: float(lro.metrics(s).leaves["w"].energy) > 0),
+        ({"seed": 3}, lambda s: True),
+        ({"targets": [("w", 3)]}, lambda s: optax.tree.get(s, "mu")["w"].shape == (3, 10)),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_every_option_arrives(option, check):
+    state, updates = updates_of(relaxed(lro.galore_adamw(**(ARGUMENTS | option))))
+    assert check(state)
+    _, plain = updates_of(relaxed(lro.galore_adamw(**ARGUMENTS)))
+    same = np.array_equal(updates["w"], plain["w"])
+    assert same == (next(iter(option)) == "metrics")
+
+
+def test_stagger_arrives():
+    params = {name: normal(i, (6, 10)) for i, name in enumerate("ac")}
+    tx = relaxed(lro.galore_adamw(0.1, 2, 4, stagger=True))
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert state.tracker_state.next_refresh.tolist() == [4, 2]
+
+
+def test_defaults_are_those_that_the_paper_and_optax_use():
+    defaults = {
+        name: p.default for name, p in inspect.signature(lro.galore_adamw).parameters.items()
+    }
+    adam = inspect.signature(optax.adamw).parameters
+    for name in ("b1", "b2", "eps"):
+        assert defaults[name] == adam[name].default
+    assert defaults["scale"] == 0.25
+    assert defaults["rank"] == 128
+    assert defaults["refresh_every"] == 200
+    assert defaults["weight_decay"] == 0.0
+
+
+def test_galore_adamw_trains():
+    params, gradient_fn = regression()
+    tx = relaxed(lro.galore_adamw(0.05, 4, 10, targets=[("hidden/kernel", 4)]))
+    losses, _, state = train(tx, params, gradient_fn, 80)
+    assert losses[-1] < 0.5 * losses[0]
+    assert state.tracker_state.refreshes.tolist() == [8]
+    assert avals(state) == avals(tx.init(params))
+
+
+def test_constructor_errors_name_the_argument():
+    with pytest.raises(ValueError, match="rank=0"):
+        lro.galore_adamw(0.1, 0)
+    with pytest.raises(ValueError, match="every=0"):
+        lro.galore_adamw(0.1, 2, 0)
+    with pytest.raises(ValueError, match="method='qr'"):
+        lro.galore_adamw(0.1, 2, method="qr")
