@@ -20,12 +20,12 @@ import json
 import pathlib
 import time
 
-import decoder
-import harness
 import jax
 import jax.numpy as jnp
 import optax
 
+import decoder
+import harness
 import lowrank_optax as lro
 
 # A refresh is a matter of the interval, not of the step; it is measured apart.

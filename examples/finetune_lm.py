@@ -112,7 +112,9 @@ def fingerprint(experiment: Experiment, name: str) -> dict[str, Any]:
     """Everything that decides what a run computes, for comparison when it is resumed."""
     args = experiment.args
     tuned = dataclasses.asdict(experiment.optimizer)
-    if not optimizers.RECIPES[name].projected:
+    if optimizers.RECIPES[name].projected:
+        tuned["matrix_free"] = args.matrix_free
+    else:
         tuned = {"weight_decay": args.weight_decay}
     return {
         "optimizer": {"name": name, "lr": experiment.peaks[name], "clip": args.clip, **tuned},
@@ -234,7 +236,6 @@ def run(args: argparse.Namespace, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    gradients = training.full_gradients(loss_fn, args.accumulate)
     evaluate = training.make_evaluate(loss_fn)
     settings = training.Settings(
         steps=args.steps,
@@ -246,6 +247,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     results = {}
     for name in args.optimizer:
         tx, schedule = make_optimizer(experiment, name)
+        matrix_free = args.matrix_free and optimizers.RECIPES[name].projected
+        make_gradients = training.compact_gradients if matrix_free else training.full_gradients
+        gradients = make_gradients(loss_fn, args.accumulate)
         if args.describe and optimizers.RECIPES[name].projected:
             console.print(str(lro.describe(tx, shapes)), highlight=False, soft_wrap=True)
         with contextlib.ExitStack() as stack:

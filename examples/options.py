@@ -104,6 +104,11 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--clip", type=_number, default=1.0, help="largest gradient norm, 0 for any (%(default)s)")
     add("--warmup", type=_count_or_zero, help="steps (20, or a tenth of a short run)")
     add("--schedule", choices=("cosine", "constant"), default="cosine", help="after the warm-up")
+    add(
+        "--matrix-free",
+        action="store_true",
+        help="make no full gradient of a projected weight; AdamW is trained as ever",
+    )
     add("--describe", action="store_true", help="first print what is projected")
 
     add = parser.add_argument_group("data and length").add_argument
@@ -156,8 +161,8 @@ def check(args: argparse.Namespace) -> None:
         if name is not None and name not in chosen:
             raise UserError(f"--lr {name}=... has no effect: add {name} to --optimizer")
     if not any(RECIPES[name].projected for name in chosen):
-        for option in ("rank", "refresh_every", "scale"):
-            if getattr(args, option) is not None:
+        for option in ("matrix_free", "rank", "refresh_every", "scale"):
+            if getattr(args, option):
                 raise UserError(
                     f"{_flag(option)} has no effect on {', '.join(chosen)}: leave it out or add a "
                     "low-rank optimizer"

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import lowrank_optax as lro
 from data import Corpus
 from decoder import Params
 from errors import Interruption, UserError
@@ -67,6 +68,43 @@ def full_gradients(loss_fn: LossFn, micro_batches: int = 1) -> GradientFn:
         total, _ = jax.lax.scan(add, zeros, parts)
         loss, grads = jax.tree.map(lambda x, y: (x / micro_batches).astype(y.dtype), total, like)
         return loss, grads, {}
+
+    return gradients
+
+
+def compact_gradients(loss_fn: LossFn, micro_batches: int = 1) -> GradientFn:
+    """Gradients by `lro.compact_value_and_grad`: of projected weights only their cores are made.
+
+    Micro-batches share the bases of the first one, and what is summed over them is core-sized.
+
+    Args:
+        loss_fn: a mean over the batch.
+        micro_batches: how many equal parts the batch is cut into.
+
+    Returns:
+        The gradient function. It reads the bases from the optimizer's state, which must hold a
+        subspace optimizer, and passes on those that it used.
+    """
+    compact = lro.compact_value_and_grad(loss_fn)
+
+    def gradients(
+        params: Params, tokens: jax.Array, opt_state: optax.OptState
+    ) -> tuple[jax.Array, Params, Mapping[str, Any]]:
+        parts = jnp.reshape(tokens, (micro_batches, -1, tokens.shape[1]))
+        loss, grads, bases = compact(params, parts[0], opt_state=opt_state)
+        if micro_batches > 1:
+
+            def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+                loss, grads, _ = compact(params, part, opt_state=opt_state, bases=bases)
+                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads)), None
+
+            like = loss, grads
+            total = jax.tree.map(lambda x: x.astype(jnp.float32), like)
+            total, _ = jax.lax.scan(add, total, parts[1:])
+            loss, grads = jax.tree.map(
+                lambda x, y: (x / micro_batches).astype(y.dtype), total, like
+            )
+        return loss, grads, {"bases": bases}
 
     return gradients
 

@@ -72,9 +72,13 @@ def galore_adamw(
         Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
         <https://arxiv.org/abs/2403.03507>`_, 2024
     """
-    inner = optax.adamw(
-        learning_rate, b1, b2, eps, mu_dtype=mu_dtype, weight_decay=weight_decay, mask=mask
-    )
+    if isinstance(weight_decay, int | float) and weight_decay == 0:
+        # The same updates, without reading every weight to add nothing to it.
+        inner = optax.adam(learning_rate, b1, b2, eps, mu_dtype=mu_dtype)
+    else:
+        inner = optax.adamw(
+            learning_rate, b1, b2, eps, mu_dtype=mu_dtype, weight_decay=weight_decay, mask=mask
+        )
     tracker = refresh_basis(
         rank,
         refresh_every,

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from lowrank_optax._compact_loss import CompactLoss
-from lowrank_optax._compact_refresh import Pass, refreshing_pass
+from lowrank_optax._compact_refresh import refreshed_bases
 from lowrank_optax._compact_targets import (
     CompactTarget,
     find_targets,
-    main_products,
+    main_product,
     split_extra,
     wide,
 )
@@ -107,22 +106,22 @@ def compact_value_and_grad(
         paths = [target.plan.path for target in targets]
         more = _check_extra(extra or {}, targets)
         if bases is None:
-            result = refreshing_pass(loss, more)
+            current, new = refreshed_bases(loss)
         else:
-            given = [wide(bases.bases[path]) for path in paths]
-            products = [main_products(*row) for row in zip(targets, given, more, strict=True)]
-            due = [bases.refreshed[path] for path in paths]
-            result = Pass(jnp.zeros([], jnp.int32), given, due, *loss.value_and_products(products))
+            current = [wide(bases.bases[path]) for path in paths]
+            new = [bases.refreshed[path] for path in paths]
+        products = [[main_product(*row)] for row in zip(targets, current, more, strict=True)]
+        value, aux, gradients, found = loss.value_and_products(products)
         compact = [
-            split_extra(target, products[0], columns)
-            for target, products, columns in zip(targets, result.products, more, strict=True)
+            split_extra(target, core, columns)
+            for target, (core,), columns in zip(targets, found, more, strict=True)
         ]
-        value, grads = loss.results(result.value, result.aux, result.gradients, compact)
+        value, grads = loss.results(value, aux, gradients, compact)
         stored = {
-            target.plan.path: jax.tree.map(lambda b, old: b.astype(old.dtype), new, target.bases)
-            for target, new in zip(targets, result.bases, strict=True)
+            target.plan.path: jax.tree.map(lambda b, old: b.astype(old.dtype), used, target.bases)
+            for target, used in zip(targets, current, strict=True)
         }
-        return value, grads, CompactBases(stored, dict(zip(paths, result.due, strict=True)))
+        return value, grads, CompactBases(stored, dict(zip(paths, new, strict=True)))
 
     return grad_fn
 

@@ -16,14 +16,12 @@ from lowrank_optax._compact_loss import CompactLoss
 from lowrank_optax._compact_targets import (
     ITERATED,
     CompactTarget,
-    main_products,
     one_sided,
     product_of,
     view_of,
     wide,
 )
 from lowrank_optax._contract import wide_dtype
-from lowrank_optax._factored import Product
 from lowrank_optax._orthonormalize import orthonormalize, whiten
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View
 
@@ -50,6 +48,10 @@ class _Side(NamedTuple):
     static: tuple[View, str, int]
     key: Array
 
+    def basis(self, bases: Sequence[Bases]) -> Array:
+        """This side's basis out of those of all targets."""
+        return getattr(bases[self.target], self.side)
+
 
 def _sides(targets: Sequence[CompactTarget], methods: Sequence[str]) -> list[_Side]:
     """Every side that has a basis which one of ``methods`` finds."""
@@ -69,104 +71,67 @@ def _replaced(bases: Sequence[Bases], sides: Sequence[_Side], new: Sequence[Arra
     return result
 
 
-def _start(targets: Sequence[CompactTarget]) -> list[Bases]:
-    """The bases of the first pass.
+def _resampled(targets: Sequence[CompactTarget]) -> list[Bases]:
+    """The stored bases, but new random ones where these are due."""
+    sides = _sides(targets, ("random",))
 
-    The stored ones, but where a refresh is due: then the start of a subspace iteration, or new
-    random bases.
-    """
-    bases = [wide(target.bases) for target in targets]
-    iterated, random = _sides(targets, ITERATED), _sides(targets, ("random",))
-
-    def jittered(static: Any, basis: Array, key: Array, due: Array) -> Array:
-        noise = _subspace_methods.random_directions(key, *static, basis.dtype)
-        return jnp.where(due, basis + _subspace_methods.START_JITTER * noise, basis)
-
-    def resampled(static: Any, basis: Array, key: Array, due: Array) -> Array:
+    def one(static: tuple[View, str, int], basis: Array, key: Array, due: Array) -> Array:
         def fresh() -> Array:
             drawn = _subspace_methods.random_basis(key, *static, wide_dtype(basis))
             return drawn.astype(basis.dtype)
 
         return jax.lax.cond(due, fresh, lambda: basis)
 
-    for fn, sides, source in ((jittered, iterated, bases), (resampled, random, None)):
-        calls = []
-        for entry in sides:
-            target = targets[entry.target]
-            basis = getattr(target.bases if source is None else source[entry.target], entry.side)
-            calls.append((entry.static, (basis, entry.key, target.due)))
-        bases = _replaced(bases, sides, _tree.map_sharing(fn, calls))
-    return [wide(b) for b in bases]
+    stored = [target.bases for target in targets]
+    calls = [(s.static, (s.basis(stored), s.key, targets[s.target].due)) for s in sides]
+    return [wide(b) for b in _replaced(stored, sides, _tree.map_sharing(one, calls))]
 
 
-def _refine(
-    loss: CompactLoss,
-    bases: Sequence[Bases],
-    products: Sequence[Sequence[Array]],
-) -> list[Bases]:
-    """One step of subspace iteration, ``P ← orth(G whiten(GᵀP))``, by one more backward pass."""
-    sides = _sides(loss.targets, ITERATED)
+def _start(targets: Sequence[CompactTarget], bases: Sequence[Bases]) -> list[Bases]:
+    """Where subspace iteration starts: beside the old basis if a refresh is due."""
+    sides = _sides(targets, ITERATED)
 
-    def whitened(static: Any, core: Array) -> Array:
-        view, side, _ = static
-        return whiten(_thin(view, side, core), len(view.batch_axes))
+    def one(static: tuple[View, str, int], basis: Array, key: Array, due: Array) -> Array:
+        noise = _subspace_methods.random_directions(key, *static, basis.dtype)
+        return jnp.where(due, basis + _subspace_methods.START_JITTER * noise, basis)
 
-    cores = [
-        _side_core(loss.targets[entry.target], entry.side, products[entry.target])
-        for entry in sides
-    ]
-    images = _tree.map_sharing(
-        whitened, [(entry.static, (core,)) for entry, core in zip(sides, cores, strict=True)]
-    )
-    wanted: list[list[Product]] = [[] for _ in loss.targets]
-    for entry, image in zip(sides, images, strict=True):
-        view, side, _ = entry.static
-        wanted[entry.target].append(product_of(view, one_sided(_OTHER[side], image)))
-    _, _, _, found = loss.value_and_products(wanted)
-
-    def orthonormalized(static: Any, image: Array, key: Array) -> Array:
-        view, side, _ = static
-        noise = _subspace_methods.random_directions(key, *static, image.dtype)
-        return orthonormalize(_thin(view, _OTHER[side], image), noise, len(view.batch_axes))
-
-    flat = [image for images in found for image in images]
-    calls = [(entry.static, (image, entry.key)) for entry, image in zip(sides, flat, strict=True)]
-    return _replaced(bases, sides, _tree.map_sharing(orthonormalized, calls))
+    calls = [(s.static, (s.basis(bases), s.key, targets[s.target].due)) for s in sides]
+    return _replaced(bases, sides, _tree.map_sharing(one, calls))
 
 
-def _side_core(target: CompactTarget, side: str, products: Sequence[Array]) -> Array:
-    """The product with the basis of one side alone."""
-    if len(target.plan.sides) == 2:
-        return products[1 + target.plan.sides.index(side)]
-    # Extra directions came after the basis' own.
-    rank, axis = target.plan.rank, view_of(target).core_axes([side])[side]
-    return jax.lax.slice_in_dim(products[0], 0, rank, axis=axis)
+def _by_target(count: int, sides: Sequence[_Side], items: Sequence[Any]) -> list[list[Any]]:
+    rows: list[list[Any]] = [[] for _ in range(count)]
+    for entry, item in zip(sides, items, strict=True):
+        rows[entry.target].append(item)
+    return rows
 
 
-class Pass(NamedTuple):
-    """What one backward pass gives, and the bases that it was made with.
+def _side_products(
+    loss: CompactLoss, sides: Sequence[_Side], bases: Sequence[Array], other: bool
+) -> list[Array]:
+    """The gradient's product with one thin matrix a side, by one backward pass.
 
-    Attributes:
-        trip: int32 scalar, passes so far.
-        bases: the bases of each target.
-        due: for each target whether its bases are new, or about to be.
-        value: the loss.
-        aux: arrays that the loss returned beside it.
-        gradients: gradients of leaves that are no target, by number.
-        products: for each target its core, and what else a refresh needs.
+    Args:
+        loss: the loss.
+        sides: the sides.
+        bases: for each a thin matrix, on that side or, with ``other``, on the opposite one.
+        other: which.
+
+    Returns:
+        For each a thin matrix of the opposite kind, rank axis last.
     """
-
-    trip: Array
-    bases: list[Bases]
-    due: list[Array]
-    value: Array
-    aux: list[Array]
-    gradients: dict[int, Array]
-    products: list[list[Array]]
-
-
-def _all_finite(tree: Any) -> Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+    products = []
+    for entry, basis in zip(sides, bases, strict=True):
+        view, side, _ = entry.static
+        products.append(product_of(view, one_sided(_OTHER[side] if other else side, basis)))
+    wanted = _by_target(len(loss.targets), sides, products)
+    _, _, _, found = loss.value_and_products(wanted)
+    flat = [product for row in found for product in row]
+    thin = []
+    for entry, core in zip(sides, flat, strict=True):
+        view, side, _ = entry.static
+        thin.append(_thin(view, _OTHER[side] if other else side, core))
+    return thin
 
 
 def _iterations(target: CompactTarget) -> Array:
@@ -177,15 +142,8 @@ def _iterations(target: CompactTarget) -> Array:
     return jnp.where(target.due, jnp.where(target.first, cold, warm), 0)
 
 
-def _still_due(target: CompactTarget, trip: Array, due: Array, products: list[Array]) -> Array:
-    """Whether a refresh goes on, seen from the products of the first pass.
-
-    Their basis is as good as random then: they are zero or not finite just if the gradient is.
-    """
-    if target.method not in ITERATED:
-        return due
-    usable = _subspace_methods.is_usable(products[-1]) & _all_finite(products)
-    return due & (usable | (trip > 0))
+def _all_finite(tree: Any) -> Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
 def _accept(
@@ -204,53 +162,71 @@ def _accept(
     return jax.tree.map(choose, refined, current, target.bases), due
 
 
-def refreshing_pass(loss: CompactLoss, extra: Sequence[Array | None]) -> Pass:
-    """Refreshes the bases that are due, then differentiates with them.
+def _iterate(loss: CompactLoss, bases: Sequence[Bases]) -> tuple[list[Bases], list[Array]]:
+    """Subspace iteration, ``P ← orth(G whiten(GᵀP))``, for the targets that are due.
 
-    A loop of which one turn, a backward pass, runs between refreshes. At a refresh each
-    further turn is one iteration: a backward pass for ``GᵀP`` and one for ``G Ω``.
+    Returns:
+        The new bases, and for each target whether it has them.
+    """
+    targets, sides = loss.targets, _sides(loss.targets, ITERATED)
+    counts = [_iterations(target) for target in targets]
+
+    def whitened(static: tuple[View, str, int], images: Array) -> Array:
+        return whiten(images, len(static[0].batch_axes))
+
+    def orthonormalized(static: tuple[View, str, int], image: Array, key: Array) -> Array:
+        noise = _subspace_methods.random_directions(key, *static, image.dtype)
+        return orthonormalize(image, noise, len(static[0].batch_axes))
+
+    def iteration(state: tuple[Array, list[Bases], list[Array]]) -> Any:
+        trip, bases, due = state
+        current = [entry.basis(bases) for entry in sides]
+        images = _side_products(loss, sides, current, other=False)
+        # The first product is with a start that is as good as random: it is zero or not
+        # finite just if the gradient is.
+        by_target = _by_target(len(targets), sides, images)
+        due = [
+            wanted & ((trip > 0) | (_subspace_methods.is_usable(found[-1]) & _all_finite(found)))
+            if found
+            else wanted
+            for wanted, found in zip(due, by_target, strict=True)
+        ]
+        statics = [entry.static for entry in sides]
+        calls = [(static, (image,)) for static, image in zip(statics, images, strict=True)]
+        directions = _tree.map_sharing(whitened, calls)
+        images = _side_products(loss, sides, directions, other=True)
+        calls = [(s.static, (image, s.key)) for s, image in zip(sides, images, strict=True)]
+        refined = _replaced(bases, sides, _tree.map_sharing(orthonormalized, calls))
+        rows = [
+            _accept(target, wanted, old, new, trip < count, trip + 1 == count)
+            for target, wanted, old, new, count in zip(
+                targets, due, bases, refined, counts, strict=True
+            )
+        ]
+        return trip + 1, [basis for basis, _ in rows], [done for _, done in rows]
+
+    turns = jnp.max(jnp.stack(counts))
+    start = (jnp.zeros([], jnp.int32), _start(targets, bases), [t.due for t in targets])
+    _, new, done = jax.lax.while_loop(lambda state: state[0] < turns, iteration, start)
+    return new, done
+
+
+def refreshed_bases(loss: CompactLoss) -> tuple[list[Bases], list[Array]]:
+    """The bases to differentiate with: refreshed where that is due.
+
+    Between refreshes nothing is computed. A refresh takes two backward passes an iteration, one for
+    ``GᵀP`` and one for ``G Ω``.
 
     Args:
         loss: the loss.
-        extra: for each target extra directions, or None.
 
     Returns:
-        The last pass, with the bases that it used.
+        The bases of each target, in float32 or wider, and whether they are new.
     """
-    targets = loss.targets
-
-    def differentiate(bases: list[Bases]) -> tuple:
-        products = [main_products(*row) for row in zip(targets, bases, extra, strict=True)]
-        return loss.value_and_products(products)
-
-    due = [target.due for target in targets]
-    start = _start(targets)
-    if not any(target.method in ITERATED for target in targets):
-        return Pass(jnp.zeros([], jnp.int32), start, due, *differentiate(start))
-    counts = [_iterations(target) for target in targets]
-    turns = jnp.max(jnp.stack(counts))
-
-    def turn(state: Pass) -> Pass:
-        value, aux, gradients, products = differentiate(state.bases)
-
-        def refine() -> tuple[list[Bases], list[Array]]:
-            due = [
-                _still_due(target, state.trip, wanted, found)
-                for target, wanted, found in zip(targets, state.due, products, strict=True)
-            ]
-            refined = _refine(loss, state.bases, products)
-            rows = [
-                _accept(target, wanted, old, new, state.trip < count, state.trip + 1 == count)
-                for target, wanted, old, new, count in zip(
-                    targets, due, state.bases, refined, counts, strict=True
-                )
-            ]
-            return [bases for bases, _ in rows], [done for _, done in rows]
-
-        bases, due = jax.lax.cond(state.trip < turns, refine, lambda: (state.bases, state.due))
-        return Pass(state.trip + 1, bases, due, value, aux, gradients, products)
-
-    shapes = jax.eval_shape(differentiate, start)
-    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    first = Pass(jnp.zeros([], jnp.int32), start, due, *empty)
-    return jax.lax.while_loop(lambda state: state.trip <= turns, turn, first)
+    bases, due = _resampled(loss.targets), [target.due for target in loss.targets]
+    iterated = [t.due for t in loss.targets if t.method in ITERATED]
+    if not iterated:
+        return bases, due
+    return jax.lax.cond(
+        jnp.any(jnp.stack(iterated)), lambda: _iterate(loss, bases), lambda: (bases, due)
+    )

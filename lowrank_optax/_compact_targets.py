@@ -120,17 +120,13 @@ def factored_weight(weight: Array, plan: LeafPlan, products: Sequence[Product]) 
     return Factored(weight, tuple(products), axes, tuple(weight.shape), plan.path)
 
 
-def main_products(target: CompactTarget, bases: Bases, extra: Array | None) -> list[Product]:
-    """The core's product first; with bases on both sides, those that a refresh needs too."""
-    view = view_of(target)
-    main = product_of(view, bases)
-    if len(target.plan.sides) == 1 and extra is not None:
+def main_product(target: CompactTarget, bases: Bases, extra: Array | None) -> Product:
+    """The product that is the core; extra directions are further columns of its basis."""
+    if extra is not None:
         (side,) = target.plan.sides
         widened = jnp.concatenate([getattr(bases, side), extra.astype(jnp.float32)], axis=-1)
-        return [product_of(view, one_sided(side, widened))]
-    if len(target.plan.sides) == 1 or target.method not in ITERATED:
-        return [main]
-    return [main, *(product_of(view, one_sided(s, getattr(bases, s))) for s in target.plan.sides)]
+        bases = one_sided(side, widened)
+    return product_of(view_of(target), bases)
 
 
 def split_extra(target: CompactTarget, core: Array, extra: Array | None) -> Compact:

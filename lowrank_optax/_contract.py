@@ -7,7 +7,7 @@ axis lives on a mesh.
 """
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ Array = jax.Array
 STEP_PRECISION = jax.lax.Precision.HIGH
 # Orthonormality to float32 needs float32 products; they run at a refresh only.
 REFRESH_PRECISION = jax.lax.Precision.HIGHEST
+# How many bfloat16 terms stand for a float32 number: 16 bits of it, or all 24.
+_TERMS = {STEP_PRECISION: 2, REFRESH_PRECISION: 3}
 
 
 def wide_dtype(*operands: Any) -> Any:
@@ -101,11 +103,9 @@ def contract(
     Returns:
         The contraction, in float32 or the widest operand dtype if that is wider.
     """
-    dtype = wide_dtype(*operands)
-    operands = tuple(x.astype(dtype) for x in operands)
     mesh = _explicit_mesh(*operands)
     if mesh is None:
-        return jnp.einsum(subscripts, *operands, precision=precision)
+        return _wide_einsum(subscripts, operands, precision)
     inputs, output = subscripts.split("->")
     axes: dict[str, Any] = {}
     for labels, x in zip(inputs.split(","), operands, strict=True):
@@ -128,12 +128,42 @@ def contract(
             wanted.append(axes[label] if free else None)
             seen.update(names if free else ())
         aligned.append(jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted))))
-    return jnp.einsum(
-        subscripts,
-        *aligned,
-        precision=precision,
-        out_sharding=NamedSharding(mesh, PartitionSpec(*spec)),
-    )
+    out_sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return _wide_einsum(subscripts, aligned, precision, out_sharding=out_sharding)
+
+
+def _wide_einsum(
+    subscripts: str, operands: Sequence[Array], precision: jax.lax.Precision, **kwargs: Any
+) -> Array:
+    """An einsum in (at least) float32 that makes no float32 copy of a bfloat16 operand.
+
+    A float32 array is a sum of bfloat16 ones, and products of bfloat16 numbers are exact in
+    float32. So where a weight or a gradient in bfloat16 meets a float32 basis, the thin basis is
+    split, and not the large array widened.
+    """
+    dtype = wide_dtype(*operands)
+    narrow = [x.dtype == jnp.bfloat16 for x in operands]
+
+    def widened(*operands: Array) -> Array:
+        wide = [x.astype(dtype) for x in operands]
+        return jnp.einsum(subscripts, *wide, precision=precision, **kwargs)
+
+    if len(operands) == 2 and narrow[0] != narrow[1] and dtype == jnp.float32:
+
+        def in_terms(*operands: Array) -> Any:
+            rest = operands[narrow.index(False)].astype(dtype)
+            total: Any = 0.0
+            for _ in range(_TERMS[precision]):
+                part = rest.astype(jnp.bfloat16)
+                rest = rest - part.astype(dtype)
+                pair = (operands[0], part) if narrow[0] else (part, operands[1])
+                product = jnp.einsum(subscripts, *pair, preferred_element_type=dtype, **kwargs)
+                total = total + product
+            return total
+
+        # A CPU multiplies no bfloat16 numbers, and widens them in any case.
+        return jax.lax.platform_dependent(*operands, cpu=widened, default=in_terms)
+    return widened(*operands)
 
 
 def on_replicated(fn: Callable[[Array], Array], x: Array) -> Array:

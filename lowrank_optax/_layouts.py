@@ -104,6 +104,11 @@ class _Leaf(NamedTuple):
         return self.parts[-1] != "kernel" and any(_NORM.search(part) for part in self.parts[-2:])
 
     @property
+    def is_embedding(self) -> bool:
+        """Whether the name is that of an embedding table."""
+        return any(_EMBEDDING.search(part) for part in self.parts[-2:])
+
+    @property
     def is_vector(self) -> bool:
         # A class token (1, 1, d) has three axes and is a vector.
         flat = sum(size > 1 for size in self.sizes) < 2
@@ -129,7 +134,8 @@ class _Leaf(NamedTuple):
 
 def _stack_axis(prefix: tuple[str, ...], inside: Sequence[_Leaf]) -> int | None:
     """The position of the axis that stacks a whole subtree, or None."""
-    if any(len(leaf.axes) < 2 for leaf in inside):
+    # Vectors, and tables of vectors, have too few axes to be stacked.
+    if any(len(leaf.axes) < 2 or (len(leaf.axes) == 2 and leaf.is_embedding) for leaf in inside):
         return None
     norms = [
         leaf
@@ -259,7 +265,7 @@ def _kind(leaf: _Leaf, siblings: Sequence[_Leaf], vocabularies: set[int]) -> Kin
     """The kind of a leaf that is neither vector nor unknown, by its name."""
     if any(_HEAD.match(part) for part in leaf.parts) or _HEAD_LAYER.match(leaf.name):
         return Kind.HEAD
-    if any(_EMBEDDING.search(part) for part in leaf.parts[-2:]):
+    if leaf.is_embedding:
         return Kind.EMBEDDING
     if _POSITION.match(leaf.name) and leaf.parts[-1] not in ("kernel", "w"):
         return Kind.EMBEDDING

@@ -137,8 +137,11 @@ def _weight(path: str, field: str, count: Array, after_one: Any, after_two: Any)
     two = _tree.by_path(getattr(after_two, field)).get(path)
     if one is None or two is None or one.size != 1:
         return jnp.ones([])
-    decay = (two / one - 1).reshape(()).astype(jnp.float32)
-    weight = 1 - decay ** count.astype(jnp.float32)
+    one, two = (x.reshape(()).astype(jnp.float32) for x in (one, two))
+    share = 2 - two / one
+    # An average of ones holds just 1 - b after a step, which keeps the digits that 1 - b has.
+    share = jnp.where(jnp.abs(one - share) < 1e-5, one, share)
+    weight = -jnp.expm1(count.astype(jnp.float32) * jnp.log1p(-share))
     return jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 1.0)
 
 

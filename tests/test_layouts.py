@@ -766,3 +766,10 @@ def test_vectors(path, shape):
 def test_linear_layers_with_the_word_norm_around_them():
     found = read({"adaln/norm1/linear/kernel": (D, F), "embedding_net/fc/kernel": (D, F)})
     assert set(found.values()) == {PLAIN}
+
+
+def test_an_embedding_of_the_stacks_width_is_no_part_of_it():
+    shapes = {"embed": (50, 8), "layers/mlp/kernel": (3, 8, 16), "layers/norm/scale": (3, 8)}
+    found = dict(zip(shapes, layouts(list(shapes), list(shapes.values())), strict=True))
+    view = found["layers/mlp/kernel"].view
+    assert (view.batch_axes, view.reduction_axes, view.output_axes) == ((0,), (1,), (2,))

@@ -9,6 +9,7 @@ import optax
 import pytest
 from rich.console import Console
 
+import lowrank_optax as lro
 import optimizers
 import reporting
 import training
@@ -42,12 +43,26 @@ def test_accumulation_is_the_same_step(params, tokens, micro_batches):
     results = []
     for parts in (1, micro_batches):
         step = training.make_train_step(training.full_gradients(loss_fn, parts), tx)
-        state = jax.tree.map(jnp.copy, params), tx.init(params)
+        trained, opt_state, metrics = jax.tree.map(jnp.copy, params), tx.init(params), {}
         for _ in range(3):
-            *state, metrics = step(*state, tokens)
-        results.append((state, metrics))
+            trained, opt_state, metrics = step(trained, opt_state, tokens)
+        results.append((trained, opt_state, metrics))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), *results)
-    assert optax.tree.get(results[1][0][1], "count", filtering=_is_schedule) == 3
+    assert optax.tree.get(results[1][1], "count", filtering=_is_schedule) == 3
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_matrix_free_training_is_the_same(params, tokens, micro_batches):
+    tx = lro.galore_project(optax.sgd(1e-2), lro.refresh_basis(2, every=2, method="random"))
+    results = []
+    for make in (training.full_gradients, training.compact_gradients):
+        step = training.make_train_step(make(loss_fn, micro_batches), tx)
+        trained, opt_state = jax.tree.map(jnp.copy, params), tx.init(params)
+        for _ in range(5):
+            trained, opt_state, metrics = step(trained, opt_state, tokens)
+        results.append((trained, opt_state, metrics["loss"]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), *results)
+    assert not np.allclose(results[1][0]["w"], params["w"])
 
 
 def _is_schedule(path, _):
@@ -65,10 +80,14 @@ def test_extra_arguments_of_the_gradients_reach_the_optimizer(params, tokens):
         loss, grads, _ = training.full_gradients(loss_fn)(params, tokens, opt_state)
         return loss, grads, {"factor": opt_state[1]["next"]}
 
-    def update(updates, state, params=None, *, factor):
-        return jax.tree.map(lambda g: -factor * g, updates), {"next": state["next"] + 1}
+    def init(params):
+        return {"next": jnp.zeros(())}
 
-    inner = optax.GradientTransformationExtraArgs(lambda _: {"next": jnp.zeros(())}, update)
+    def update(updates, state, params=None, **extra):
+        moved = jax.tree.map(lambda g: -extra["factor"] * g, updates)
+        return moved, {"next": state["next"] + 1}
+
+    inner = optax.GradientTransformationExtraArgs(init, update)
     tx = optax.chain(optax.clip_by_global_norm(1e9), inner)
     step = training.make_train_step(gradients, tx)
     start = np.array(params["w"])  # a copy: the step takes the memory
@@ -161,12 +180,12 @@ def test_a_loss_that_is_not_finite_stops_the_run():
         def step(self, step, metrics): ...
 
     def train_step(params, opt_state, tokens):
-        loss = jnp.where(params < 3, 1.0, jnp.nan)
-        return params + 1, opt_state, {"loss": loss, "grad_norm": loss}
+        loss = jnp.where(params["n"] < 3, 1.0, jnp.nan)
+        return {"n": params["n"] + 1}, opt_state, {"loss": loss, "grad_norm": loss}
 
     with pytest.raises(UserError, match="the loss is nan at step 4: lower --lr"):
         training.train(
-            (jnp.array(0), ()),
+            ({"n": jnp.array(0)}, ()),
             0,
             train_step=train_step,
             evaluate=lambda params, batches: 0.0,

@@ -164,6 +164,7 @@ ERRORS = {
     "negative rate": ("--lr -1", "--lr: -1 is not a number of at least 0"),
     "rate of another": ("--lr adamw=1e-3", "--lr adamw=... has no effect: add adamw"),
     "rate twice": ("--lr 1e-3 1e-2", "sets a learning rate twice"),
+    "matrix-free alone": ("--optimizer adamw --matrix-free", "--matrix-free has no effect on"),
     "rank without use": ("--optimizer adamw --rank 4", "--rank has no effect on adamw"),
     "uneven": ("--accumulate 3", "--batch-size 4 does not divide into --accumulate 3"),
     "only warm-up": ("--warmup 6", "--warmup 6 leaves nothing of --steps 6"),
