@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from lowrank_optax import _factored
+from lowrank_optax import _factored, _factored_rules
 from lowrank_optax._factored import Factored
 
 # (path, primitive, whether it has a compact backward pass), for each use of a weight.
@@ -118,21 +118,21 @@ def _dot_general(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
     weight, x = (left, right) if weight_first else (right, left)
     numbers = eqn.params["dimension_numbers"]
     own = 0 if weight_first else 1
-    if not _factored.can_dot(weight, numbers[0][own], numbers[1][own]):
+    if not _factored_rules.can_dot(weight, numbers[0][own], numbers[1][own]):
         return NotImplemented
     others = {k: v for k, v in eqn.params.items() if k != "dimension_numbers"}
     report((weight.path, "dot_general", True))
-    return _factored.dot(x, weight, numbers, weight_first, others)
+    return _factored_rules.dot(x, weight, numbers, weight_first, others)
 
 
 @_rule("gather")
 def _gather(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
     table, indices = operands
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    if not isinstance(table, Factored) or not _factored.can_gather(table, numbers, sizes):
+    if not isinstance(table, Factored) or not _factored_rules.can_gather(table, numbers, sizes):
         return NotImplemented
     report((table.path, "gather", True))
-    return _factored.gather(table, indices, eqn.params, eqn.primitive.bind)
+    return _factored_rules.gather(table, indices, eqn.params, eqn.primitive.bind)
 
 
 # Changes of form ---------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _reshape(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
     if len(operands) != 1 or (eqn.params.get("dimensions") and eqn.primitive.name == "reshape"):
         return NotImplemented
     (weight,) = operands
-    result = _factored.reshape(weight, eqn.outvars[0].aval.shape)
+    result = _factored_rules.reshape(weight, eqn.outvars[0].aval.shape)
     return NotImplemented if result is None else result
 
 
