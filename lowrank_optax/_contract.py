@@ -111,25 +111,23 @@ def contract(
     for labels, x in zip(inputs.split(","), operands, strict=True):
         for label, axis in zip(labels, _explicit_spec(x) or (None,) * x.ndim, strict=True):
             axes[label] = axes.get(label) or axis
-    used: set[Any] = set()
-    spec = []
-    for label in output:
-        names = axes[label] if isinstance(axes[label], tuple) else (axes[label],)
-        free = axes[label] is not None and not used.intersection(names)
-        spec.append(axes[label] if free else None)
-        used.update(names if free else ())
-    # Labels that both operands carry must agree on their mesh axes before they meet.
-    aligned = []
-    for labels, x in zip(inputs.split(","), operands, strict=True):
-        wanted, seen = [], set()
+
+    def placed(labels: str) -> NamedSharding:
+        """Each label on its mesh axes, the first where two labels want the same."""
+        spec, used = [], set()
         for label in labels:
             names = axes[label] if isinstance(axes[label], tuple) else (axes[label],)
-            free = axes[label] is not None and not seen.intersection(names)
-            wanted.append(axes[label] if free else None)
-            seen.update(names if free else ())
-        aligned.append(jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted))))
-    out_sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    return _wide_einsum(subscripts, aligned, precision, out_sharding=out_sharding)
+            free = axes[label] is not None and not used.intersection(names)
+            spec.append(axes[label] if free else None)
+            used.update(names if free else ())
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    # Labels that both operands carry must agree on their mesh axes before they meet.
+    aligned = [
+        jax.sharding.reshard(x, placed(labels))
+        for labels, x in zip(inputs.split(","), operands, strict=True)
+    ]
+    return _wide_einsum(subscripts, aligned, precision, out_sharding=placed(output))
 
 
 def _wide_einsum(

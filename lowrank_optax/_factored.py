@@ -64,6 +64,14 @@ class Product:
         kept = frozenset(self.axes.core)
         return [frozenset(axes) - kept for axes in self.axes.bases]
 
+    def names_after(self, names: tuple[int, ...], number: int) -> tuple[int, ...]:
+        """The axes that an array with these has once it is contracted with one of the bases."""
+        axes, side = self.axes.bases[number], self.sides()[number]
+        # Batch axes of the basis that the array lacks come in with the basis.
+        return tuple(n for n in names if n not in side) + tuple(
+            n for n in axes if n not in side and n not in names
+        )
+
     def select(self, axis: int, take: Any) -> "Product":
         """Applies ``take`` along one batch axis of every array, dropping its name."""
         bases, names = [], []
@@ -144,11 +152,7 @@ def apply_bases(
     """Contracts some of a product's bases with an array."""
     for number in which:
         basis, axes = product.bases[number], product.axes.bases[number]
-        side = product.sides()[number]
-        # Batch axes of the basis that the array lacks come in with the basis.
-        result = tuple(n for n in names if n not in side) + tuple(
-            n for n in axes if n not in side and n not in names
-        )
+        result = product.names_after(names, number)
         x = contract(f"{letters(names)},{letters(axes)}->{letters(result)}", x, basis)
         names = result
     return x, names

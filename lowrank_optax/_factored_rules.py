@@ -110,7 +110,7 @@ def dot(
             names = flat_axes(x_axes)
             if early:
                 for number in early:
-                    names = _names_after(names, product, number)
+                    names = product.names_after(names, number)
             else:
                 kept = ungroup(kept, x_axes, sizes)
             thin, thin_names = apply_bases(named_delta, flat_axes(out_axes), product, late)
@@ -125,13 +125,6 @@ def dot(
 
     apply.defvjp(forward, backward)
     return apply(x, factored.weight, factored.products)
-
-
-def _names_after(names: tuple[int, ...], product: Product, number: int) -> tuple[int, ...]:
-    axes, side = product.axes.bases[number], product.sides()[number]
-    return tuple(n for n in names if n not in side) + tuple(
-        n for n in axes if n not in side and n not in names
-    )
 
 
 def can_gather(factored: Factored, dimension_numbers: Any, slice_sizes: Sequence[int]) -> bool:
