@@ -146,20 +146,18 @@ def _all_finite(tree: Any) -> Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
-def _accept(
-    target: CompactTarget, due: Array, current: Bases, refined: Bases, active: Array, last: Array
-) -> tuple[Bases, Array]:
-    """The bases after one iteration: refined, as they are, or, if that failed, as stored."""
+def _accept(target: CompactTarget, due: Array, refined: Bases, last: Array) -> tuple[Bases, Array]:
+    """The bases after one iteration: refined, or, if that failed or was not due, as stored."""
     if target.method not in ITERATED:
-        return current, due
+        return refined, due
     due = due & _all_finite(refined)
 
-    def choose(new: Array, old: Array, stored: Array) -> Array:
+    def choose(new: Array, stored: Array) -> Array:
         # What update will store is what the last pass must project on.
         rounded = jnp.where(last, new.astype(stored.dtype).astype(new.dtype), new)
-        return jnp.where(due, jnp.where(active, rounded, old), stored.astype(new.dtype))
+        return jnp.where(due, rounded, stored.astype(new.dtype))
 
-    return jax.tree.map(choose, refined, current, target.bases), due
+    return jax.tree.map(choose, refined, target.bases), due
 
 
 def _iterate(loss: CompactLoss, bases: Sequence[Bases]) -> tuple[list[Bases], list[Array]]:
@@ -169,7 +167,9 @@ def _iterate(loss: CompactLoss, bases: Sequence[Bases]) -> tuple[list[Bases], li
         The new bases, and for each target whether it has them.
     """
     targets, sides = loss.targets, _sides(loss.targets, ITERATED)
-    counts = [_iterations(target) for target in targets]
+    # All that are due take as many iterations as the one that needs most: the bases of an
+    # iteration are then needed for its first pass alone, and take no memory in the second.
+    turns = jnp.max(jnp.stack([_iterations(target) for target in targets]))
 
     def whitened(static: tuple[View, str, int], images: Array) -> Array:
         return whiten(images, len(static[0].batch_axes))
@@ -194,18 +194,17 @@ def _iterate(loss: CompactLoss, bases: Sequence[Bases]) -> tuple[list[Bases], li
         statics = [entry.static for entry in sides]
         calls = [(static, (image,)) for static, image in zip(statics, images, strict=True)]
         directions = _tree.map_sharing(whitened, calls)
+        # The checks of these products must not keep them alive during the next pass.
+        directions, due = jax.lax.optimization_barrier((directions, due))
         images = _side_products(loss, sides, directions, other=True)
         calls = [(s.static, (image, s.key)) for s, image in zip(sides, images, strict=True)]
         refined = _replaced(bases, sides, _tree.map_sharing(orthonormalized, calls))
         rows = [
-            _accept(target, wanted, old, new, trip < count, trip + 1 == count)
-            for target, wanted, old, new, count in zip(
-                targets, due, bases, refined, counts, strict=True
-            )
+            _accept(target, wanted, new, trip + 1 == turns)
+            for target, wanted, new in zip(targets, due, refined, strict=True)
         ]
         return trip + 1, [basis for basis, _ in rows], [done for _, done in rows]
 
-    turns = jnp.max(jnp.stack(counts))
     start = (jnp.zeros([], jnp.int32), _start(targets, bases), [t.due for t in targets])
     _, new, done = jax.lax.while_loop(lambda state: state[0] < turns, iteration, start)
     return new, done
