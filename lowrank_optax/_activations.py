@@ -1,5 +1,6 @@
 """Bases from what flows through a model and not from its gradients: ``activation_basis``."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from lowrank_optax._orthonormalize import gram, orthonormalize, times
 from lowrank_optax._plan import LeafPlan, make_plan
 from lowrank_optax._target import Rank, Targets
 from lowrank_optax._view import Bases, View
+
+# Further directions, dropped at the end: a random start may all but miss a leading one.
+OVERSAMPLING = 8
 
 
 class _Side(NamedTuple):
@@ -101,8 +105,9 @@ def activation_basis(
         assert leaf.view is not None
         for place, name in enumerate(leaf.sides):
             key = jax.random.fold_in(_subspace_methods.leaf_key(seed, 0, number), place)
+            length = math.prod(leaf.view.basis_shape(name, 1)[len(leaf.view.batch_axes) :])
             noise = _subspace_methods.random_directions(
-                key, leaf.view, name, leaf.rank, jnp.dtype(jnp.float32)
+                key, leaf.view, name, min(leaf.rank + OVERSAMPLING, length), jnp.dtype("float32")
             )
             sides.append(_Side(leaf, leaf.view, name, noise))
     used: set[str] = set()
@@ -152,7 +157,7 @@ def activation_basis(
         ]
     by_path: dict[str, dict[str, Array]] = {}
     for entry, basis in zip(sides, directions, strict=True):
-        by_path.setdefault(entry.leaf.path, {})[entry.name] = basis
+        by_path.setdefault(entry.leaf.path, {})[entry.name] = basis[..., : entry.leaf.rank]
     return {path: Bases(**found) for path, found in by_path.items()}
 
 

@@ -31,7 +31,10 @@ def galore_project(
 
     Weight decay inside ``inner`` acts on the whole weight, as it would without projection,
     and ``scale`` does not apply to it. An inner optimizer that looks at params sees their
-    cores, ``PᵀW``.
+    cores, ``PᵀW``. So the trust ratios of LAMB and LARS, which compare the lengths of a weight and
+    of its update, belong behind: ``chain(galore_project(scale_by_adam()), scale_by_trust_ratio(),
+    scale_by_learning_rate(lr))``. And signs of entries, as Lion takes them, belong after the lift;
+    an inner optimizer that keeps Lion's state is warned of at ``init``.
 
     Args:
         inner: any optax optimizer, ``optax.adamw(schedule, weight_decay=0.1)`` say. None
