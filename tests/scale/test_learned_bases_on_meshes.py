@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lowrank_optax as lro
-from tests.helpers import relaxed
-from tests.scale.test_meshes import TARGETS, initial, mesh_of, placed, steps_of
+from tests.helpers import normal, relaxed
+from tests.scale.test_meshes import TARGETS, gathered_sizes, initial, mesh_of, placed, steps_of
 
 STEPS = 4
 
@@ -54,3 +56,17 @@ def test_training_is_the_same_on_a_mesh(kind, placement, tied):
     np.testing.assert_allclose(
         state.fidelity.distortion, expected_state.fidelity.distortion, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_no_matrix_is_gathered(kind):
+    mesh, rank = mesh_of(kind), 4
+    tx = lro.logra_sketch(
+        optax.sgd(0.1, 0.9), lro.learn_basis(rank, init="random"), nonlinearity="wiener"
+    )
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, P("fsdp", "tp"))
+        params = {"up": jax.device_put(normal(0, (64, 128)), where)}
+        state = jax.jit(tx.init)(params)
+        compiled = jax.jit(tx.update).lower(params, state, params).compile()
+    assert max(gathered_sizes(compiled), default=0) <= 128 * 2 * rank
