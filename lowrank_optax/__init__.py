@@ -14,6 +14,7 @@ from lowrank_optax._lift import subspace_lift as subspace_lift
 from lowrank_optax._metrics import Fidelity as Fidelity
 from lowrank_optax._metrics import Metrics as Metrics
 from lowrank_optax._metrics import metrics as metrics
+from lowrank_optax._migrate import migrate as migrate
 from lowrank_optax._refresh import refresh_basis as refresh_basis
 from lowrank_optax._state import SubspaceState as SubspaceState
 from lowrank_optax._state import TrackerState as TrackerState

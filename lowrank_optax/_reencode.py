@@ -1,0 +1,158 @@
+r"""Moments of one weight, from one space to another: whole, in a basis, in another basis.
+
+A first moment is linear in the gradient, so it is projected and lifted as a gradient is. A
+second moment is the diagonal of the gradient's covariance (about zero), of which the rest is
+not known. It is modelled as that of independent coordinates around a mean,
+:math:`\mathrm{diag}(\sigma^2) + c\,m m^T`, with :math:`\sigma^2 = v - c\,m^2`; and of
+directions that no basis has seen, all that is assumed is :math:`\tau`, the smallest second
+moment seen in the same column.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from lowrank_optax._contract import wide_dtype
+from lowrank_optax._plan import LeafPlan
+from lowrank_optax._sites import Space
+from lowrank_optax._view import Bases, View
+
+
+def shape_in(space: Space, whole: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a weight of shape ``whole`` has in a space."""
+    return whole if space.leaf is None else space.leaf.core_shape
+
+
+def is_nested(old: LeafPlan | None, new: LeafPlan | None) -> bool:
+    """Whether the smaller of two subspaces lies in the larger, by how bases are carried."""
+    if old is None or new is None:
+        return old is new
+    return old.view == new.view and old.sides == new.sides
+
+
+def _resized(x: Array, axis: int, size: int, filler: Array) -> Array:
+    """``x`` with its first ``size`` entries along an axis, continued by ``filler``."""
+    kept = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
+    if size <= x.shape[axis]:
+        return kept
+    missing = (*x.shape[:axis], size - x.shape[axis], *x.shape[axis + 1 :])
+    return jnp.concatenate([kept, jnp.broadcast_to(filler, missing)], axis)
+
+
+def _rank_axes(leaf: LeafPlan) -> tuple[int, ...]:
+    assert leaf.view is not None
+    return tuple(leaf.view.core_axes(leaf.sides).values())
+
+
+def _squared(bases: Bases) -> Bases:
+    return Bases(*(None if b is None else jnp.square(b) for b in bases))
+
+
+def _view(leaf: LeafPlan) -> View:
+    assert leaf.view is not None
+    return leaf.view
+
+
+def _project(x: Array, leaf: LeafPlan | None, bases: Bases) -> Array:
+    return x if leaf is None else _view(leaf).project(x, bases)
+
+
+def _lift(x: Array, leaf: LeafPlan | None, bases: Bases) -> Array:
+    return x if leaf is None else _view(leaf).lift(x, bases)
+
+
+def _first(
+    x: Float[Array, "..."], old: LeafPlan | None, new: LeafPlan | None, before: Bases, after: Bases
+) -> Float[Array, "..."]:
+    if is_nested(old, new):
+        if new is not None:
+            for axis in _rank_axes(new):
+                x = _resized(x, axis, new.rank, jnp.zeros([], x.dtype))
+        return x
+    return _project(_lift(x, old, before), new, after)
+
+
+def _unseen(second: Float[Array, "..."], old: LeafPlan) -> Float[Array, "..."]:
+    """The second moment assumed in directions outside of a basis: the smallest one inside."""
+    return jnp.min(second, axis=_rank_axes(old), keepdims=True)
+
+
+def _second(
+    x: Float[Array, "..."],
+    mean: Float[Array, "..."] | None,
+    bias: Float[Array, ""],
+    old: LeafPlan | None,
+    new: LeafPlan | None,
+    before: Bases,
+    after: Bases,
+) -> Float[Array, "..."]:
+    if is_nested(old, new):
+        if old is not None and new is not None:
+            filler = _unseen(x, old)
+            for axis in _rank_axes(new):
+                x = _resized(x, axis, new.rank, filler)
+        return x
+    squared_mean = 0.0 if mean is None else bias * jnp.square(mean)
+    variance = jnp.maximum(x - squared_mean, 0.0)
+    whole = _lift(variance, old, _squared(before))
+    if old is not None:
+        # A row's share in the subspace; the rest of it is unseen.
+        inside = _lift(jnp.ones_like(x), old, _squared(before))
+        # On one side a value for each entry of the other, in the leaf's own axis order.
+        unseen = jnp.broadcast_to(_unseen(x, old), x.shape) / old.rank ** len(old.sides)
+        ones = Bases(*(None if b is None else jnp.ones_like(b) for b in before))
+        whole += jnp.maximum(1.0 - inside, 0.0) * _lift(unseen, old, ones)
+    moved = _project(whole, new, _squared(after))
+    if mean is None:
+        return moved
+    return moved + bias * jnp.square(_first(mean, old, new, before, after))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def reencode(
+    old: LeafPlan | None,
+    new: LeafPlan | None,
+    roles: tuple[tuple[str, str], ...],
+    before: Bases,
+    after: Bases,
+    moments: Mapping[str, Float[Array, "..."]],
+    bias: Float[Array, ""],
+) -> dict[str, Any]:
+    r"""The moments of one weight in another space.
+
+    From basis :math:`P` to :math:`P'`, either of which may be the identity, with
+    :math:`Q = P'^T P`,
+
+    .. math:: m' = Q m, \qquad
+              v' = (Q \circ Q)\,\sigma^2 + \tau\,(1 - (Q \circ Q) 1) + c\,(Q m)^2
+
+    Where one subspace contains the other by construction (another rank, the same side), what
+    they share is copied, and new coordinates get :math:`m' = 0, v' = \tau`.
+
+    Args:
+        old: the plan of the weight that the moments are in the core space of; None for the
+            weight's own space.
+        new: likewise, where they go.
+        roles: pairs of a name in ``moments`` and its role.
+        before: the bases of ``old``.
+        after: the bases of ``new``.
+        moments: arrays by name, of the shapes of ``old``.
+        bias: :math:`c`, by which the square of the first moment is on the scale of the second.
+
+    Returns:
+        The moments by name, in the shapes of ``new``, in float32 or wider.
+    """
+    wide = {name: x.astype(wide_dtype(x)) for name, x in moments.items()}
+    mean = next((wide[name] for name, role in roles if role == "first"), None)
+    moved = {}
+    for name, role in roles:
+        if role == "first":
+            moved[name] = _first(wide[name], old, new, before, after)
+        else:
+            paired = mean if role == "second" else None
+            moved[name] = _second(wide[name], paired, bias, old, new, before, after)
+    return moved
