@@ -1,7 +1,6 @@
 """Carrying an optimizer's state over to another optimizer: ``migrate``."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowrank_optax import _migrate_bases, _moments, _probe, _reencode, _tree
+from lowrank_optax import _migrate_bases, _reencode, _tree
 from lowrank_optax._contract import place_like
+from lowrank_optax._migrate_source import COUNTS, Biases, OldState
 from lowrank_optax._plan import LeafPlan
 from lowrank_optax._sites import Site, Space, sites
 from lowrank_optax._state import TrackerState, find_states
-
-# Fields that count updates, the most telling first.
-_COUNTS = ("tracker_count", "count", "gradient_step")
 
 
 def _describe_array(x: Any) -> str:
@@ -65,82 +62,13 @@ def _check(opt_state: Any, old_tx: Any, new_tx: Any, params: Any, paths: list[st
         )
 
 
-class _Old:
-    """The arrays of the old state, found by what they mean."""
-
-    def __init__(self, all_sites: Sequence[Site]):
-        self.sites = [site for site in all_sites if site.value is not None]
-        self._by_kind: dict[Any, list[Site]] = {}
-        self._by_role: dict[Any, list[Site]] = {}
-        for site in self.sites:
-            self._by_kind.setdefault(site.kind, []).append(site)
-            if site.role:
-                self._by_role.setdefault((site.field, site.role, site.path), []).append(site)
-        self.fields = {(type(site.owner).__name__, site.field) for site in self.sites}
-
-    def find(self, site: Site, turn: int) -> Site | None:
-        """The counterpart of an array of the new state, the ``turn``-th of its kind."""
-        found = self._by_kind.get(site.kind, [])
-        if site.role and not found:
-            found = self._by_role.get((site.field, site.role, site.path), [])
-        if not found:
-            return None
-        same_place = next((old for old in found if old.name == site.name), None)
-        return same_place or found[min(turn, len(found) - 1)]
-
-    @functools.cached_property
-    def steps(self) -> Any:
-        """How many updates the old optimizer has made, None if nothing counted them."""
-        with_moments = {id(site.owner) for site in self.sites if site.role}
-        for field in _COUNTS:
-            counts = [s for s in self.sites if s.field == field and s.value.shape == ()]
-            # A count beside moments is one of updates; others may run only now and then.
-            counts.sort(key=lambda site: id(site.owner) not in with_moments)
-            if counts:
-                return counts[0].value
-        return None
-
-
-class _Biases:
-    """By what to scale squares of first moments, to compare them with second moments."""
-
-    def __init__(self, old: _Old, old_tx: Any, params: Any, paths: list[str]):
-        def owners(all_sites: Sequence[Site]) -> list[Any]:
-            found = {id(site.owner): site.owner for site in all_sites if site.role}
-            return list(found.values())
-
-        self._probed: dict[int, tuple[Any, Any]] = {}
-        nodes = owners(old.sites)
-        if not any("second" in _moments.field_roles(node).values() for node in nodes):
-            return
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                pair = _probe.outer_decay_rates(old_tx, params)
-        except Exception:
-            # An optimizer that wants more than gradients cannot be asked; averages that have
-            # run for long need no correction.
-            return
-        one, two = (owners(sites(state, paths)) for state in pair)
-        if [type(n) for n in nodes] == [type(n) for n in one]:
-            triples = zip(nodes, one, two, strict=True)
-            self._probed = {id(node): (first, second) for node, first, second in triples}
-
-    def of(self, node: Any, path: str, first: str, second: str, steps: Any) -> Any:
-        """The factor c for one weight."""
-        if id(node) not in self._probed:
-            return jnp.ones([])
-        count = jnp.zeros([], jnp.int32) if steps is None else steps
-        return _moments.bias_ratio(node, path, first, second, count, *self._probed[id(node)])
-
-
 def _bare(leaf: LeafPlan | None) -> LeafPlan | None:
     """A plan without the name, so that weights that look alike share a computation."""
     return None if leaf is None else dataclasses.replace(leaf, path="")
 
 
 def _carry_moments(
-    old: _Old, new: Sequence[Site], biases: _Biases, shapes: dict[str, tuple[int, ...]]
+    old: OldState, new: Sequence[Site], biases: Biases, shapes: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[int, Any]]:
     """The number of each array of the new state that is a moment, and its value."""
     turns: dict[Any, int] = {}
@@ -213,7 +141,7 @@ def _initial_hyperparams(old_tx: Any, params: Any, paths: list[str]) -> dict[str
 
 
 def _carry_rest(
-    old: _Old, new: Sequence[Site], same_targets: bool, hyperparams: dict[str, Any]
+    old: OldState, new: Sequence[Site], same_targets: bool, hyperparams: dict[str, Any]
 ) -> Iterator[tuple[int, Any]]:
     """The number of each other array that has a counterpart, and its value."""
     turns: dict[Any, int] = {}
@@ -223,7 +151,7 @@ def _carry_rest(
         turn = turns[site.kind] = turns.get(site.kind, -1) + 1
         source = old.find(site, turn)
         if source is None:
-            if site.field in _COUNTS and site.value.shape == () and old.steps is not None:
+            if site.field in COUNTS and site.value.shape == () and old.steps is not None:
                 yield number, old.steps
         elif source.value.shape == site.value.shape:
             value = source.value
@@ -328,12 +256,12 @@ def migrate(
         if leaf is not None
     }
     shapes = {path: tuple(array.shape) for path, array in arrays.items()}
-    old = _Old(sites(opt_state, paths))
+    old = OldState(sites(opt_state, paths))
     start = _migrate_bases.carry_bases(
         new_tx.init(params), find_states(opt_state, TrackerState), old.sites, old.steps, arrays
     )
     new = sites(start, paths)
-    biases = _Biases(old, old_tx, params, paths)
+    biases = Biases(old, old_tx, params, paths)
     carried = dict(_carry_moments(old, new, biases, shapes))
     hyperparams: dict[str, Any] = {}
     if any(site.field == "hyperparams" for site in old.sites):
