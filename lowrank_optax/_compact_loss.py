@@ -59,8 +59,7 @@ class CompactLoss:
         self._consts = closed.consts
         if self._jaxpr.outvars[0].aval.shape != ():
             raise TypeError(
-                "compact_value_and_grad: the loss must be a scalar, got shape "
-                f"{self._jaxpr.outvars[0].aval.shape}"
+                f"the loss must be a scalar, got shape {self._jaxpr.outvars[0].aval.shape}"
             )
 
     def value_and_products(

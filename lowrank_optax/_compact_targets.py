@@ -70,7 +70,13 @@ def find_targets(opt_state: Any) -> list[CompactTarget]:
                 f"compact_value_and_grad: method={plan.method!r} needs the full gradient, which "
                 'here never exists; use method="subspace", "random" or "frozen"'
             )
-        stored = plan.bases(tracker.reduction_basis, tracker.output_basis)
+        if plan.targets and plan.method.startswith("learn"):
+            raise ValueError(
+                "compact_value_and_grad: learn_basis takes steps relative to the norm of the full "
+                "gradient, which here never exists; use jax.value_and_grad, or track with "
+                "lro.refresh_basis(...)"
+            )
+        stored = tracker.encoders()
         due = tracker.tracker_count >= tracker.next_refresh
         for number, (index, bases) in enumerate(zip(plan.targets, stored, strict=True)):
             key = _subspace_methods.leaf_key(plan.seed, tracker.tracker_count, number)
@@ -113,6 +119,14 @@ def product_of(view: View, bases: Bases) -> Product:
     dtype = wide_dtype(*arrays)
     axes = ProductAxes(tuple(names), tuple(core_axes))
     return Product(tuple(arrays), jnp.zeros(shape, dtype), axes)
+
+
+def moment_of(view: View, side: str, directions: Array) -> Product:
+    """``xᵀ(x Ω)`` of what meets one side of a weight, as an empty array to differentiate."""
+    names = (*view.batch_axes, *view.side_axes(side), _RANK_AXES[side])
+    axes = ProductAxes((names,), names, view.side_axes(side))
+    zeros = jnp.zeros(directions.shape, wide_dtype(directions))
+    return Product((directions,), zeros, axes)
 
 
 def factored_weight(weight: Array, plan: LeafPlan, products: Sequence[Product]) -> Factored:

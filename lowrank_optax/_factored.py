@@ -36,10 +36,14 @@ class ProductAxes:
     Attributes:
         bases: for each basis the names of its axes; the last one is its rank axis.
         core: the names of the core's axes.
+        moment_of: empty for a product of the gradient. Otherwise the axes of one side, of which
+            what is wanted is ``xᵀ(x Ω)``: x is the operand that has these axes where the weight
+            is used, the input of a product or the cotangent of its output.
     """
 
     bases: tuple[tuple[int, ...], ...]
     core: tuple[int, ...]
+    moment_of: tuple[int, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +65,8 @@ class Product:
 
     def sides(self) -> list[frozenset[int]]:
         """The axes that each basis contracts."""
+        if self.axes.moment_of:
+            return [frozenset(self.axes.moment_of)]
         kept = frozenset(self.axes.core)
         return [frozenset(axes) - kept for axes in self.axes.bases]
 
@@ -80,7 +86,8 @@ class Product:
             names.append(tuple(a for a in axes if a != axis))
         core = take(self.core, self.axes.core.index(axis))
         core_axes = tuple(a for a in self.axes.core if a != axis)
-        return Product(tuple(bases), core, ProductAxes(tuple(names), core_axes))
+        axes = dataclasses.replace(self.axes, bases=tuple(names), core=core_axes)
+        return Product(tuple(bases), core, axes)
 
 
 @jax.tree_util.register_dataclass
@@ -156,6 +163,13 @@ def apply_bases(
         x = contract(f"{letters(names)},{letters(axes)}->{letters(result)}", x, basis)
         names = result
     return x, names
+
+
+def moment(x: Array, names: tuple[int, ...], product: Product) -> Array:
+    """``xᵀ(x Ω)`` for an operand that has the side's axes."""
+    thin, thin_names = apply_bases(x, names, product, [0])
+    core = letters(product.axes.core)
+    return contract(f"{letters(names)},{letters(thin_names)}->{core}", x, thin)
 
 
 def _project(x: Array, names: tuple[int, ...], product: Product) -> Array:

@@ -17,6 +17,7 @@ from lowrank_optax._factored import (
     cotangents,
     flat_axes,
     letters,
+    moment,
     ungroup,
 )
 
@@ -94,7 +95,8 @@ def dot(
         saved = []
         for product in products:
             early, _ = split(product)
-            saved.append(apply_bases(named, names, product, early)[0] if early else x)
+            whole = product.axes.moment_of or not early
+            saved.append(x if whole else apply_bases(named, names, product, early)[0])
         return product_of(x, weight), (tuple(saved), weight, products)
 
     x_like = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -108,6 +110,13 @@ def dot(
         for product, kept in zip(products, saved, strict=True):
             early, late = split(product)
             names = flat_axes(x_axes)
+            if product.axes.moment_of:
+                if early:
+                    operand = ungroup(kept, x_axes, sizes)
+                else:
+                    operand, names = named_delta, flat_axes(out_axes)
+                cores.append(moment(operand, names, product))
+                continue
             if early:
                 for number in early:
                     names = product.names_after(names, number)
@@ -147,7 +156,10 @@ def can_gather(factored: Factored, dimension_numbers: Any, slice_sizes: Sequence
         # The core must have the weight's axes, with the rank in the side's place.
         if any(len(names) != 1 for names in factored.axes):
             return False
-        if set(product.axes.core) - {_rank_of(product)} != set(flat_axes(factored.axes)) - side:
+        if (
+            not product.axes.moment_of
+            and set(product.axes.core) - {_rank_of(product)} != set(flat_axes(factored.axes)) - side
+        ):
             return False
         if set(product.axes.bases[0]) != side | {_rank_of(product)}:
             return False
@@ -204,6 +216,9 @@ def gather(factored: Factored, indices: Array, params: dict[str, Any], bind: Any
             side_axis = product.axes.bases[0].index(next(iter(side)))
             basis_names = f"{names[out_axis]}Z" if side_axis == 0 else f"Z{names[out_axis]}"
             rows = contract(f"{names},{basis_names}->{thin}", delta, basis)
+            if product.axes.moment_of:
+                cores.append(contract(f"{names},{thin}->{basis_names}", delta, rows))
+                continue
             # The core in the weight's axis order, with the rank in the side's place.
             order = [
                 _rank_of(product) if i == position else n[0] for i, n in enumerate(factored.axes)

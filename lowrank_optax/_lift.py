@@ -15,7 +15,7 @@ class LiftInput(NamedTuple):
 
     Attributes:
         view: how the leaf is read as matrices.
-        bases: the current bases.
+        bases: the current bases, those that lift where the tracker keeps others to project.
         core: the gradient in the subspace.
         update: the inner optimizer's update, of the shape of ``core``, without decay.
         gradient: the leaf-shaped gradient, or None where it never existed.
@@ -37,12 +37,15 @@ class Lift(NamedTuple):
         update: from one :class:`LiftInput` a target, and the state, to one leaf-shaped
             update a target, and the new state.
         needs_gradient: whether the full gradient is read.
+        takes_signs: whether signs of entries are taken after the lift, so that an inner
+            optimizer which does so inside the subspace is no mistake.
     """
 
     name: str
     init: Callable[[Plan], Any]
     update: Callable[[Sequence[LiftInput], Any], tuple[list[jax.Array], Any]]
     needs_gradient: bool = False
+    takes_signs: bool = False
 
 
 def subspace_lift() -> Lift:

@@ -15,6 +15,9 @@ from lowrank_optax._state import SubspaceState, TrackerState, find_states
 class Fidelity(NamedTuple):
     r"""How well :math:`\tilde G`, the gradient in the subspace, stands for G.
 
+    :math:`\tilde G` is the lifted core that the inner optimizer sees: :math:`P P^T G`, or
+    :math:`U\varphi(V^T G)` of a sketch.
+
     Scalars for one target; vectors with one entry a target in an optimizer state.
 
     Attributes:
@@ -130,12 +133,21 @@ class Metrics:
         return "\n".join(lines)
 
 
+def _worst(name: str, values: Array) -> Array:
+    if name in ("distortion", "sign_flip_rate"):
+        return jnp.max(values)
+    if name == "grad_norm_ratio":
+        # A sketch whose columns are not orthonormal may also be longer than its gradient.
+        return values[jnp.argmax(jnp.abs(jnp.log(values)))]
+    return jnp.min(values)
+
+
 def metrics(opt_state: Any) -> Metrics:
     """Reads what the last update lost, per leaf, from an optimizer state.
 
     Args:
-        opt_state: a state of an optimizer that holds a :func:`galore_project` with
-            ``metrics=True``, through any wrapper.
+        opt_state: a state of an optimizer that holds a :func:`galore_project` or
+            :func:`logra_sketch` with ``metrics=True``, through any wrapper.
 
     Returns:
         The fidelity of every target, the refresh counts, and the worst of each. Values are
@@ -169,12 +181,6 @@ def metrics(opt_state: Any) -> Metrics:
             "lro.galore_project(..., metrics=True), and pass the state that update returned"
         )
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *leaves.values())
-    largest_is_worst = {"distortion", "sign_flip_rate"}
-    worst = Fidelity(
-        *(
-            jnp.max(x) if name in largest_is_worst else jnp.min(x)
-            for name, x in stacked._asdict().items()
-        )
-    )
+    worst = Fidelity(*(_worst(name, x) for name, x in stacked._asdict().items()))
     where = int(jnp.argmin(stacked.effective_snr))
     return Metrics(leaves, refreshes, worst, worst.effective_snr, list(leaves)[where])

@@ -72,13 +72,19 @@ def _map_moments(fn: Callable[..., Any], state: Any, *rest: Any) -> Any:
     return state
 
 
-def rotation(view: View, new: Bases, old: Bases) -> Bases:
-    """``R = P_newᵀ P_old`` for each side that has a basis, r by r."""
+def rotation(view: View, new: Bases, old: Bases, orthonormal: bool = True) -> Bases:
+    """``R = P_newᵀ P_old`` for each side that has a basis, r by r.
+
+    Of bases that are not orthonormal, ``R = V_newᵀ V_old (V_oldᵀ V_old)⁻¹``: the new core of
+    what the old core says about the gradient. It is the identity where nothing changed.
+    """
+    batch_ndim = len(view.batch_axes)
 
     def one(new: Array | None, old: Array | None) -> Array | None:
         if new is None or old is None:
             return None
-        return _orthonormalize.gram(new, old, len(view.batch_axes))
+        old = old if orthonormal else _orthonormalize.dual(old, batch_ndim)
+        return _orthonormalize.gram(new, old, batch_ndim)
 
     return Bases(one(new.reduction, old.reduction), one(new.output, old.output))
 
@@ -187,7 +193,11 @@ class Change(NamedTuple):
         """R of each target."""
         views = [self.plan.leaves[index].view for index in self.plan.targets]
         triples = zip(views, self.new, self.old, strict=True)
-        return [rotation(view, new, old) for view, new, old in triples if view is not None]
+        return [
+            rotation(view, new, old, self.plan.orthonormal)
+            for view, new, old in triples
+            if view is not None
+        ]
 
 
 def _rotate_node(

@@ -28,7 +28,7 @@ def gram(
     )
 
 
-def _times(
+def times(
     thin: Float[Array, "..."], small: Float[Array, "..."], batch_ndim: int
 ) -> Float[Array, "..."]:
     """``thin @ small``: columns of a thin matrix recombined by an ``r x r`` one."""
@@ -36,6 +36,29 @@ def _times(
     return contract(
         f"{side}y,{side[:batch_ndim]}yz->{side}z", thin, small, precision=REFRESH_PRECISION
     )
+
+
+def inverse(squares: Float[Array, "*batch r r"]) -> Float[Array, "*batch r r"]:
+    """The inverse of a positive definite ``r x r`` matrix, on every device."""
+    identity = jnp.eye(squares.shape[-1], dtype=squares.dtype)
+
+    def by_cholesky(squares: Array) -> Array:
+        factor = jnp.linalg.cholesky(squares)
+        root = jax.scipy.linalg.solve_triangular(
+            factor, jnp.broadcast_to(identity, factor.shape), lower=True
+        )
+        return jnp.matmul(jnp.swapaxes(root, -1, -2), root, precision=REFRESH_PRECISION)
+
+    return on_replicated(by_cholesky, squares)
+
+
+def dual(basis: Float[Array, "*rows r"], batch_ndim: int = 0) -> Float[Array, "*rows r"]:
+    """``V (VᵀV)⁻¹``, the columns whose products with those of V are 1 and 0."""
+    squares = gram(basis, basis, batch_ndim)
+    # The inverse of a singular Gram matrix stays finite.
+    floor = jnp.finfo(squares.dtype).eps * jnp.trace(squares, axis1=-2, axis2=-1) + 1e-30
+    identity = jnp.eye(squares.shape[-1], dtype=squares.dtype)
+    return times(basis, inverse(squares + floor[..., None, None] * identity), batch_ndim)
 
 
 def _normalized(y: Float[Array, "..."], batch_ndim: int) -> Float[Array, "..."]:
@@ -86,7 +109,7 @@ def whiten(
 
     shift = eps * size + jnp.finfo(squares.dtype).tiny ** 0.5
     shifted = squares + shift[..., None, None] * identity
-    return _times(y, on_replicated(inverse_factor, shifted), batch_ndim)
+    return times(y, on_replicated(inverse_factor, shifted), batch_ndim)
 
 
 def orthonormalize(
@@ -125,8 +148,8 @@ def orthonormalize(
         q = whiten(q, batch_ndim, well_conditioned=number > 0)
         deficit = identity - gram(q, q, batch_ndim)
         deficit = jnp.matmul(deficit, deficit, precision=REFRESH_PRECISION)
-        outside = fill - _times(q, gram(q, fill, batch_ndim), batch_ndim)
-        return q + _times(outside, deficit, batch_ndim)
+        outside = fill - times(q, gram(q, fill, batch_ndim), batch_ndim)
+        return q + times(outside, deficit, batch_ndim)
 
     # After the first pass the columns are well conditioned and nothing more is filled; each
     # further one squares what is left of the error, and the last absorbs the worst case of a

@@ -102,6 +102,11 @@ class Plan:
         """The same plan with the static facts of its tracker."""
         return Plan(self.leaves, method, seed)
 
+    @property
+    def orthonormal(self) -> bool:
+        """Whether bases have orthonormal columns; those of an autoencoder may not."""
+        return self.method not in ("learn_columns", "learn_none")
+
     def check_count(self, leaves: Sequence[Any], what: str) -> None:
         """Raises ValueError unless there is one entry for each leaf of the plan."""
         if len(leaves) != len(self.leaves):

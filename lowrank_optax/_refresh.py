@@ -1,59 +1,17 @@
 """The tracker that recomputes bases now and then: ``refresh_basis``."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from lowrank_optax import _subspace_methods, _target, _tree
-from lowrank_optax._contract import place_like, wide_dtype
+from lowrank_optax import _subspace_methods, _target, _tracker, _tree
+from lowrank_optax._contract import place_like
 from lowrank_optax._plan import Plan, make_plan
-from lowrank_optax._state import TrackerState
 from lowrank_optax._target import Rank, Targets
-from lowrank_optax._view import OUTPUT, REDUCTION, Bases
-
-Every = int | Callable[[jax.Array], Any]
-
-_NEVER = np.iinfo(np.int32).max
-
-
-def _check_every(every: Any) -> None:
-    _target.check_static("refresh_basis: every", every)
-    if callable(every):
-        return
-    if isinstance(every, bool) or not isinstance(every, int | np.integer):
-        raise TypeError(
-            f"refresh_basis: every must be an int or a schedule of the step, got {every!r}"
-        )
-    if every < 1:
-        raise ValueError(
-            f"refresh_basis: every={every} must be at least 1 step; for a basis that never "
-            'changes use method="frozen"'
-        )
-
-
-def _initial_bases(
-    plan: Plan, params: list[Any], treedef: Any, seed: int, dtype: jnp.dtype
-) -> list[Any]:
-    """Two trees of seeded random bases, for the reduction and for the output side."""
-    # Compiled once per shape: an eager run would dispatch every small operation of each leaf.
-    make = jax.jit(_subspace_methods.random_basis, static_argnums=(1, 2, 3, 4))
-    wide = wide_dtype(dtype)
-    trees = []
-    for side in (REDUCTION, OUTPUT):
-        leaves: list[Any] = [None] * len(plan.leaves)
-        for number, index in enumerate(plan.targets):
-            leaf = plan.leaves[index]
-            if leaf.view is not None and side in leaf.sides:
-                # Step -1, so that the start differs from what step 0 draws.
-                key = _subspace_methods.leaf_key(seed, np.uint32(_NEVER), number)
-                basis = make(key, leaf.view, side, leaf.rank, wide).astype(dtype)
-                leaves[index] = leaf.view.place_basis(basis, side, params[index])
-        trees.append(_tree.sparse_tree(treedef, leaves))
-    return trees
+from lowrank_optax._tracker import NEVER, Every
+from lowrank_optax._view import Bases
 
 
 def _check_not_compact(plan: Plan, gradients: list[Any]) -> None:
@@ -130,41 +88,22 @@ def refresh_basis(
         <https://arxiv.org/abs/2403.03507>`_, 2024
     """
     _target.check_rank(rank, "refresh_basis: rank")
-    _check_every(every)
+    _tracker.check_every(
+        "refresh_basis", every, 'for a basis that never changes use method="frozen"'
+    )
     _target.check_choice("refresh_basis: method", method, _subspace_methods.METHODS)
     _target.check_choice("refresh_basis: side", side, _target.SIDES)
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"refresh_basis: dtype={dtype.name} cannot hold a basis; use a float")
+    dtype = _tracker.check_dtype("refresh_basis", dtype)
 
     def init_fn(params: Any) -> Any:
         plan = make_plan(params, targets, rank, side).tracked(method, seed)
-        leaves, treedef = _tree.flatten(params)
-        if leaves:
-            reduction_basis, output_basis = _initial_bases(
-                plan, [_tree.unbox(leaf) for leaf in leaves], treedef, seed, dtype
-            )
-        else:
-            # An empty tree, or the placeholder of optax.tree_utils.tree_map_params.
-            reduction_basis = output_basis = params
-        counters = max(1, len(plan.targets))
-        return TrackerState(
-            plan=plan,
-            tracker_count=jnp.zeros([], jnp.int32),
-            next_refresh=jnp.zeros(counters, jnp.int32),
-            refreshes=jnp.zeros(counters, jnp.int32),
-            reduction_basis=reduction_basis,
-            output_basis=output_basis,
-        )
-
-    def interval(count):
-        return jnp.maximum(jnp.asarray(every(count) if callable(every) else every, jnp.int32), 1)
+        return _tracker.start_state(plan, params, _tracker.random_start(plan, seed, dtype))
 
     def following(count, plan):
         """The next step at which each target is due, if it is refreshed now."""
         if method == "frozen":
-            return jnp.full(len(plan.targets), _NEVER, jnp.int32)
-        period = interval(count)
+            return jnp.full(len(plan.targets), NEVER, jnp.int32)
+        period = _tracker.interval(every, count)
         offsets = jnp.zeros(len(plan.targets), jnp.int32)
         if stagger:
             # Target i of n waits for i * period // n steps; in parts, lest the product overflow.
@@ -255,16 +194,16 @@ def refresh_basis(
             _check_not_compact(plan, gradients)
             old = plan.bases(state.reduction_basis, state.output_basis)
             current, next_refresh, refreshes = refresh_all(plan, gradients, old, state)
-        paths = [plan.leaves[index].path for index in plan.targets]
-        reduction = {path: b.reduction for path, b in zip(paths, current, strict=True)}
-        output = {path: b.output for path, b in zip(paths, current, strict=True)}
-        return updates, TrackerState(
+        reduction_basis, output_basis = _tracker.with_bases(
+            plan, state.reduction_basis, state.output_basis, current
+        )
+        return updates, state._replace(
             plan=plan,
             tracker_count=count,
             next_refresh=next_refresh,
             refreshes=refreshes,
-            reduction_basis=_tree.with_leaves(state.reduction_basis, reduction),
-            output_basis=_tree.with_leaves(state.output_basis, output),
+            reduction_basis=reduction_basis,
+            output_basis=output_basis,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

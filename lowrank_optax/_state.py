@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from lowrank_optax._plan import Plan
+from lowrank_optax._view import Bases
 
 
 class TrackerState(NamedTuple):
@@ -19,6 +20,9 @@ class TrackerState(NamedTuple):
         reduction_basis: a tree parallel to params: ``(*batch, *reduction, r)`` at targets
             with a basis on that side, ``optax.MaskedNode()`` elsewhere.
         output_basis: likewise for the output side.
+        reduction_decoder: likewise, the matrices that lift where they are not the bases that
+            project; None where these do both.
+        output_decoder: likewise for the output side.
     """
 
     plan: Plan
@@ -27,6 +31,18 @@ class TrackerState(NamedTuple):
     refreshes: jax.Array
     reduction_basis: Any
     output_basis: Any
+    reduction_decoder: Any = None
+    output_decoder: Any = None
+
+    def encoders(self) -> list[Bases]:
+        """What projects: the bases of each target."""
+        return self.plan.bases(self.reduction_basis, self.output_basis)
+
+    def decoders(self) -> list[Bases]:
+        """What lifts: the same, unless the tracker keeps matrices of their own for it."""
+        if self.reduction_decoder is None:
+            return self.encoders()
+        return self.plan.bases(self.reduction_decoder, self.output_decoder)
 
 
 class SubspaceState(NamedTuple):

@@ -1,5 +1,10 @@
-"""Any optimizer, run inside a subspace of each weight's gradient: ``galore_project``."""
+"""Any optimizer, run inside a subspace of each weight's gradient: track, encode, update, lift.
 
+:func:`subspace_optimizer` is the whole of it; what users call are ``galore_project`` and
+``logra_sketch``, which differ in their defaults and in what may stand between encoding and update.
+"""
+
+import warnings
 from typing import Any
 
 import jax
@@ -9,17 +14,17 @@ import optax
 from lowrank_optax import _metrics, _moments, _probe, _target, _tree
 from lowrank_optax._contract import place_like, wide_dtype
 from lowrank_optax._lift import Lift, LiftInput, subspace_lift
+from lowrank_optax._nonlinearity import Nonlinearity
 from lowrank_optax._plan import LeafPlan, Plan
-from lowrank_optax._refresh import refresh_basis
 from lowrank_optax._state import SubspaceState, TrackerState, find_states
 from lowrank_optax._view import Bases
 
 
-def _tracker_state(state: Any) -> TrackerState:
+def _tracker_state(name: str, state: Any) -> TrackerState:
     states = find_states(state, TrackerState)
     if len(states) != 1:
         raise ValueError(
-            "galore_project: basis must be one tracker, such as lro.refresh_basis(...); got a "
+            f"{name}: basis must be one tracker, such as lro.refresh_basis(...); got a "
             f"transformation whose state holds {len(states)} trackers"
         )
     return states[0]
@@ -28,8 +33,7 @@ def _tracker_state(state: Any) -> TrackerState:
 def _zero_cores(plan: Plan, tracker: TrackerState, params: Any) -> Any:
     """A tree like params with a zero core at each target, for the inner optimizer's init."""
     leaves, treedef = _tree.flatten(params)
-    bases = plan.bases(tracker.reduction_basis, tracker.output_basis)
-    for index, basis in zip(plan.targets, bases, strict=True):
+    for index, basis in zip(plan.targets, tracker.encoders(), strict=True):
         some = next(b for b in basis if b is not None)
         leaf = plan.leaves[index]
         assert leaf.view is not None
@@ -60,98 +64,95 @@ def _encode(plan: Plan, bases: list[Bases], tree: Any) -> Any:
     return _tree.unflatten(treedef, leaves)
 
 
+def _bend(plan: Plan, nonlinearity: Nonlinearity, gradients: list[Any], cores: Any) -> Any:
+    """The tree of cores with the nonlinearity applied to that of each target."""
+    leaves, treedef = _tree.flatten(cores)
+    for index in plan.targets:
+        leaf, gradient = plan.leaves[index], gradients[index]
+        assert leaf.view is not None
+        if isinstance(gradient, _tree.Compact):
+            if nonlinearity.needs_gradient:
+                raise ValueError(
+                    f"{leaf.path!r}: nonlinearity={nonlinearity.name!r} needs the full gradient, "
+                    "got a compact one; use jax.value_and_grad in place of "
+                    "compact_value_and_grad, or another nonlinearity"
+                )
+            gradient = None
+        leaves[index] = nonlinearity.apply(leaf.view, leaf.sides, leaves[index], gradient)
+    return _tree.unflatten(treedef, leaves)
+
+
 def _arrays(tree: Any) -> list[Any]:
     return [_tree.unbox(leaf) for leaf in _tree.flatten(tree)[0]]
 
 
-def galore_project(
-    inner: optax.GradientTransformation | None = None,
-    basis: optax.GradientTransformation | None = None,
+def _warn_of_signs(name: str, inner_state: Any) -> None:
+    """Warns if the inner optimizer is Lion."""
+
+    def is_lion(node: Any) -> bool:
+        return type(node).__name__ == "ScaleByLionState"
+
+    if any(map(is_lion, jax.tree.leaves(inner_state, is_leaf=is_lion))):
+        warnings.warn(
+            f"{name}: the inner optimizer is Lion, which takes signs inside the subspace; lifting "
+            "mixes them, so entries of the update lose their sign and their common size. Take "
+            "signs after the lift: lift=lro.sign_lift() around low-rank momentum, or Lion behind a "
+            f"filter, optax.chain(lro.{name}(None, basis), optax.lion(...))",
+            stacklevel=3,
+        )
+
+
+def subspace_optimizer(
+    name: str,
+    inner: optax.GradientTransformation | None,
+    basis: optax.GradientTransformation,
     *,
-    scale: Any = 1.0,
-    lift: Lift | None = None,
-    moments: _moments.Moments = "rotate",
-    metrics: bool = False,
+    scale: Any,
+    lift: Lift | None,
+    moments: _moments.Moments,
+    metrics: bool,
+    nonlinearity: Nonlinearity | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Runs an optimizer inside a low-rank subspace of each gradient.
-
-    At each step, for each target with basis :math:`P`,
-
-    .. math:: C_t = P_t^T G_t, \qquad u_t = \mathrm{inner}(C_t), \qquad
-              \Delta W_t = \mathrm{scale}\cdot P_t u_t
-
-    so the inner optimizer keeps moments of ``r x n`` and not of ``m x n``. Leaves that are no
-    target reach it as they are.
-
-    Weight decay inside ``inner`` acts on the whole weight, as it would without projection,
-    and ``scale`` does not apply to it. An inner optimizer that looks at params sees their
-    cores, ``PᵀW``.
+    """An optimizer whose inner one sees the gradients of targets as cores only.
 
     Args:
-        inner: any optax optimizer, ``optax.adamw(schedule, weight_decay=0.1)`` say. None
-            makes a filter of the gradient's own shape, :math:`G \to P P^T G`, that may stand
-            before anything in a chain but saves no memory there, since the optimizer
-            behind it sees full-sized gradients.
-        basis: the tracker that keeps the bases, by default ``refresh_basis()``.
-        scale: factor on the lifted update of every target.
-        lift: how updates return to full size, by default :func:`subspace_lift`.
-        moments: what happens to the inner optimizer's moments when a basis changes:
-            ``"rotate"`` (default) carries them over to the new one, ``"keep"`` leaves them
-            stale, as galore_torch does, ``"reset"`` starts them again from zero (its step
-            count goes on), and a callable ``(inner_state, {path: R}) -> inner_state`` gets
-            :math:`R = P_{new}^T P_{old}` of each side and target. Moments are found by the
-            names of the inner state's fields (``mu``, ``nu``, ``trace``, ``m``, ``v``),
-            through wrappers; what is not recognised stays, and :func:`describe` says so.
-        metrics: keep the fidelity of each target in the state, for :func:`metrics`.
-            Costs one product of full size a step.
+        name: the public function's, for messages.
+        inner: as for :func:`galore_project`.
+        basis: the tracker.
+        scale: as for :func:`galore_project`.
+        lift: likewise.
+        moments: likewise.
+        metrics: likewise.
+        nonlinearity: applied to the cores of gradients before anything sees them.
 
     Returns:
-        A gradient transformation with extra arguments, all of which reach ``inner``; its
-        updates have the dtype of the parameters. Its state is a :class:`SubspaceState`.
-
-    Raises:
-        TypeError: if ``inner`` or ``basis`` is no gradient transformation.
-        ValueError: if ``basis`` is no tracker or ``moments`` no rule.
-
-    Example:
-        >>> import jax.numpy as jnp, optax, lowrank_optax as lro
-        >>> tx = optax.chain(
-        ...     optax.clip_by_global_norm(1.0),
-        ...     lro.galore_project(optax.adamw(1e-3), lro.refresh_basis(rank=4, every=200)),
-        ... )
-        >>> params = {"kernel": jnp.ones((16, 32)), "bias": jnp.zeros(32)}
-        >>> state = tx.init(params)
-        >>> updates, state = tx.update(params, state, params)
-        >>> params = optax.apply_updates(params, updates)
-
-    References:
-        Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
-        <https://arxiv.org/abs/2403.03507>`_, 2024
+        The gradient transformation.
     """
-    for name, value in (("inner", inner), ("basis", basis)):
+    for argument, value in (("inner", inner), ("basis", basis)):
         if value is not None and not (hasattr(value, "init") and hasattr(value, "update")):
             raise TypeError(
-                f"galore_project: {name} must be a gradient transformation such as "
-                f"{'optax.adamw(1e-3)' if name == 'inner' else 'lro.refresh_basis(rank=128)'}, "
+                f"{name}: {argument} must be a gradient transformation such as "
+                f"{'optax.adamw(1e-3)' if argument == 'inner' else 'lro.refresh_basis(rank=128)'}, "
                 f"got {value!r}"
             )
     if not callable(moments):
-        _target.check_choice("galore_project: moments", moments, _moments.RULES)
-    track = optax.with_extra_args_support(refresh_basis() if basis is None else basis)
+        _target.check_choice(f"{name}: moments", moments, _moments.RULES)
+    track = optax.with_extra_args_support(basis)
     optimizer = None if inner is None else optax.with_extra_args_support(inner)
     chosen_lift = subspace_lift() if lift is None else lift
     if not isinstance(chosen_lift, Lift):
-        raise TypeError(
-            f"galore_project: lift must be a lift such as lro.subspace_lift(), got {lift!r}"
-        )
+        raise TypeError(f"{name}: lift must be a lift such as lro.subspace_lift(), got {lift!r}")
 
     def init_fn(params: Any) -> Any:
         tracker_state = track.init(params)
-        tracker = _tracker_state(tracker_state)
+        tracker = _tracker_state(name, tracker_state)
         cores = _zero_cores(tracker.plan, tracker, params)
+        inner_state = None if optimizer is None else optimizer.init(cores)
+        if tracker.plan.targets and not chosen_lift.takes_signs:
+            _warn_of_signs(name, inner_state)
         return SubspaceState(
             tracker_state=tracker_state,
-            inner_state=None if optimizer is None else optimizer.init(cores),
+            inner_state=inner_state,
             lift_state=chosen_lift.init(tracker.plan),
             fidelity=_metrics.empty_fidelity(tracker.plan) if metrics else None,
         )
@@ -230,16 +231,17 @@ def galore_project(
         return _metrics.stack_fidelities(rows, plan)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        before = _tracker_state(state.tracker_state)
-        old = before.plan.bases(before.reduction_basis, before.output_basis)
+        before = _tracker_state(name, state.tracker_state)
         # track
         _, tracker_state = track.update(updates, state.tracker_state, params, **extra_args)
-        tracker = _tracker_state(tracker_state)
+        tracker = _tracker_state(name, tracker_state)
         plan = tracker.plan
-        bases = plan.bases(tracker.reduction_basis, tracker.output_basis)
+        bases, decoders = tracker.encoders(), tracker.decoders()
         inner_args = {name: value for name, value in extra_args.items() if name != "bases"}
         # encode
         gradients, cores = _arrays(updates), _encode(plan, bases, updates)
+        if nonlinearity is not None:
+            cores = _bend(plan, nonlinearity, gradients, cores)
         # carry
         inner_state = state.inner_state
         if optimizer is not None and plan.targets:
@@ -248,7 +250,9 @@ def galore_project(
                 optimizer,
                 inner_state,
                 cores,
-                _moments.Change(plan, bases, old, tracker.refreshes != before.refreshes),
+                _moments.Change(
+                    plan, bases, before.encoders(), tracker.refreshes != before.refreshes
+                ),
                 before.tracker_count,
                 inner_args,
             )
@@ -259,11 +263,18 @@ def galore_project(
         # lift
         inner_leaves, weights = _arrays(inner_updates), _arrays(params)
         lifted, lift_state = lift_all(
-            plan, bases, gradients, _arrays(cores), inner_leaves, decay, weights, state.lift_state
+            plan,
+            decoders,
+            gradients,
+            _arrays(cores),
+            inner_leaves,
+            decay,
+            weights,
+            state.lift_state,
         )
         lifted |= scale_full_rank(plan, inner_leaves, decay)
 
-        fidelity = fidelity_of(plan, bases, gradients, _arrays(cores)) if metrics else None
+        fidelity = fidelity_of(plan, decoders, gradients, _arrays(cores)) if metrics else None
         boxes, treedef = _tree.flatten(updates)
         results = _tree.flatten(inner_updates)[0]
         for index, update in lifted.items():

@@ -126,7 +126,11 @@ class View:
         return core
 
     def images(
-        self, matrix: Float[Array, "..."], side: str, directions: Float[Array, "..."]
+        self,
+        matrix: Float[Array, "..."],
+        side: str,
+        directions: Float[Array, "..."],
+        precision=REFRESH_PRECISION,
     ) -> Float[Array, "..."]:
         """``Gᵀ X`` for the reduction side, ``G X`` for the output side.
 
@@ -134,6 +138,7 @@ class View:
             matrix: the leaf-shaped array G.
             side: the side that ``directions`` live on.
             directions: X, ``(*batch, *side, r)``.
+            precision: precision of the product.
 
         Returns:
             ``(*batch, *other side, r)``.
@@ -145,7 +150,7 @@ class View:
             f"{full},{batch}{here}y->{batch}{there}y",
             matrix,
             directions,
-            precision=REFRESH_PRECISION,
+            precision=precision,
         )
 
     def place_basis(self, basis: Float[Array, "..."], side: str, leaf: Any) -> Array:

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from tests.helpers import avals, normal, regression, relaxed, sequence, train
+from lowrank_optax import _aliases
+from tests.helpers import avals, normal, regression, relaxed, sequence, train, unchecked
 
 PARAMS = {"w": normal(0, (6, 10)), "bias": normal(1, (4,))}
 ARGUMENTS = {
@@ -99,6 +100,69 @@ def test_galore_adamw_trains():
     assert losses[-1] < 0.5 * losses[0]
     assert state.tracker_state.refreshes.tolist() == [8]
     assert avals(state) == avals(tx.init(params))
+
+
+LOGRA = {k: v for k, v in ARGUMENTS.items() if k != "refresh_every"} | {"basis_learning_rate": 2.0}
+
+
+def test_logra_adamw_is_its_parts():
+    parts = lro.logra_sketch(
+        optax.adamw(ARGUMENTS["learning_rate"], 0.8, 0.95, 1e-3, weight_decay=0.3),
+        lro.learn_basis(2, learning_rate=2.0),
+        scale=0.5,
+    )
+    state, updates = updates_of(relaxed(lro.logra_adamw(**LOGRA)))
+    other, expected = updates_of(relaxed(parts))
+    assert state.tracker_state.refreshes.tolist() == [5]
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    for path in PARAMS:
+        np.testing.assert_array_equal(updates[path], expected[path])
+
+
+def test_every_option_of_logra_adamw_arrives(monkeypatch):
+    calls = {}
+
+    def record(name):
+        return lambda *args, **kwargs: calls.setdefault(name, (args, kwargs)) and name
+
+    for name in ("learn_basis", "logra_sketch", "_adamw"):
+        monkeypatch.setattr(_aliases, name, record(name))
+    asked = {name: object() for name in inspect.signature(lro.logra_adamw).parameters}
+    assert unchecked(lro.logra_adamw)(**asked) == "logra_sketch"
+    tracker = {name: asked[name] for name in ("every", "tied", "normalize", "init", "side")}
+    tracker |= {name: asked[name] for name in ("targets", "seed")}
+    tracker["learning_rate"] = asked["basis_learning_rate"]
+    assert calls["learn_basis"] == ((asked["rank"],), tracker)
+    sketch = {name: asked[name] for name in ("scale", "nonlinearity", "moments", "metrics")}
+    assert calls["logra_sketch"] == (("_adamw", "learn_basis"), sketch)
+    adam = ("learning_rate", "b1", "b2", "eps", "weight_decay", "mask", "mu_dtype")
+    assert calls["_adamw"] == (tuple(asked[name] for name in adam), {})
+    assert len(asked) == 1 + len(tracker) + len(sketch) + len(adam)
+
+
+def test_a_hundredth_of_the_main_learning_rate():
+    schedule = optax.linear_schedule(0.0, 100.0, 3)
+    for main, rate in ((schedule, lambda t: schedule(t) / 100), (50.0, 0.5)):
+        tx = lro.logra_adamw(main, 2, "main/100", init="random")
+        state, _ = updates_of(relaxed(tx))
+        inner = optax.adam(main)
+        expected, _ = updates_of(
+            relaxed(lro.logra_sketch(inner, lro.learn_basis(2, learning_rate=rate, init="random")))
+        )
+        np.testing.assert_array_equal(
+            state.tracker_state.reduction_basis["w"], expected.tracker_state.reduction_basis["w"]
+        )
+    with pytest.raises(ValueError, match="basis_learning_rate='main/10' is not one of 'main/100'"):
+        lro.logra_adamw(0.1, 2, "main/10")
+
+
+def test_logra_adamw_takes_injected_hyperparameters():
+    tx = optax.inject_hyperparams(lro.logra_adamw, static_args=("rank", "every", "seed"))(
+        learning_rate=0.1, rank=2, basis_learning_rate=1.0
+    )
+    params = {"w": PARAMS["w"]}
+    _, state = jax.jit(relaxed(tx).update)(params, relaxed(tx).init(params), params)
+    assert float(state.hyperparams["basis_learning_rate"]) == 1.0
 
 
 def test_constructor_errors_name_the_argument():

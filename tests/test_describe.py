@@ -65,6 +65,7 @@ def nbytes(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.filterwarnings("ignore:.*Lion:UserWarning")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_bytes_are_those_of_the_state(name):
     tx = OPTIMIZERS[name]

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax import _metrics
+from lowrank_optax import _metrics, _nonlinearity, _subspace
 from tests.helpers import (
     LAYOUTS,
     as_matrix,
@@ -208,3 +208,26 @@ def test_bfloat16_gradients():
     assert float(lro.metrics(state).leaves["w"].energy) == pytest.approx(
         expected["energy"], rel=1e-3
     )
+
+
+def test_a_sketch_that_is_longer_than_its_gradient_can_be_the_worst():
+    params = {"a": normal(0, (6, 10)), "long": normal(1, (6, 10))}
+
+    def doubling(view, sides, core, gradient):
+        return jnp.where(gradient[0, 0] == params["long"][0, 0], 4 * core, core)
+
+    tx = _subspace.subspace_optimizer(
+        "a test",
+        None,
+        lro.refresh_basis(2),
+        scale=1.0,
+        lift=None,
+        moments="keep",
+        metrics=True,
+        nonlinearity=_nonlinearity.Nonlinearity("doubling", doubling, needs_gradient=True),
+    )
+    _, state = tx.update(params, tx.init(params))
+    report = lro.metrics(state)
+    ratios = {path: float(leaf.grad_norm_ratio) for path, leaf in report.leaves.items()}
+    assert ratios["a"] < 1 < 2 < ratios["long"]
+    assert float(report.worst.grad_norm_ratio) == ratios["long"]

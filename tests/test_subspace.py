@@ -191,6 +191,8 @@ def decaying(mask=None):
     }
 
 
+# It warns that Lion belongs after the lift; its decay is right all the same.
+@pytest.mark.filterwarnings("ignore:.*Lion:UserWarning")
 @pytest.mark.parametrize("name", decaying())
 def test_decay_acts_on_the_whole_weight_and_scale_does_not(name):
     params = {"w": normal(0, (6, 10)), "bias": normal(1, (4,))}
@@ -304,6 +306,7 @@ INNER = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*Lion:UserWarning")
 @pytest.mark.parametrize("name", INNER)
 def test_inner_optimizers_train(name):
     params, gradient_fn = regression()
