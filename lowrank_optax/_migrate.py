@@ -107,8 +107,9 @@ def _carry_moments(
         moved = _reencode.reencode(
             _bare(source.space.leaf),
             _bare(site.space.leaf),
+            source.space.is_nested(site.space),
             roles,
-            source.space.bases,
+            source.space.duals(),
             site.space.bases,
             {s.field: s.value for s in known.values()},
             bias,
@@ -117,9 +118,8 @@ def _carry_moments(
 
 
 def _same_space(old: Space, new: Space) -> bool:
-    if not _reencode.is_nested(old.leaf, new.leaf):
-        return False
-    return old.leaf is None or new.leaf is None or old.leaf.rank == new.leaf.rank
+    ranks = [0 if space.leaf is None else space.leaf.rank for space in (old, new)]
+    return old.is_nested(new) and ranks[0] == ranks[1]
 
 
 def _targets(state: Any) -> list[LeafPlan]:

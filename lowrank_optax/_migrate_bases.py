@@ -2,22 +2,21 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from lowrank_optax import _reencode, _subspace_methods, _tree
-from lowrank_optax._contract import REFRESH_PRECISION, contract, place_like, wide_dtype
-from lowrank_optax._orthonormalize import gram, orthonormalize
+from lowrank_optax import _reencode, _subspace_methods
+from lowrank_optax._contract import place_like, wide_dtype
+from lowrank_optax._orthonormalize import gram, orthonormalize, times
 from lowrank_optax._plan import LeafPlan
-from lowrank_optax._sites import Site
+from lowrank_optax._sites import Site, Space
 from lowrank_optax._state import TrackerState
-from lowrank_optax._view import View
-
-_NEVER = np.iinfo(np.int32).max
+from lowrank_optax._tracker import NEVER, with_bases
+from lowrank_optax._view import Bases, View
 
 
 def resize(
@@ -37,14 +36,9 @@ def resize(
     rank, columns = basis.shape[-1], start.shape[-1]
     if columns <= rank:
         return basis[..., :columns]
-    side = "abcdefghijklmn"[: basis.ndim - 1]
-    batch = side[:batch_ndim]
 
     def outside(x: Array) -> Array:
-        inside = gram(basis, x, batch_ndim)
-        return x - contract(
-            f"{side}y,{batch}yz->{side}z", basis, inside, precision=REFRESH_PRECISION
-        )
+        return x - times(basis, gram(basis, x, batch_ndim), batch_ndim)
 
     more, fill = outside(start[..., rank:]), outside(start[..., : columns - rank])
     # Twice, since what is left of a nearly contained direction is mostly rounding error.
@@ -84,19 +78,65 @@ def _first_moment(path: str, shape: tuple[int, ...], old: Sequence[Site]) -> Any
             leaf = site.space.leaf
             if leaf is None or leaf.view is None:
                 return site.value
-            return leaf.view.lift(site.value, site.space.bases)
+            return leaf.view.lift(site.value, site.space.duals())
     return None
 
 
-def _old_basis(leaf: LeafPlan, trackers: Sequence[TrackerState]) -> Any:
-    """The tracker, number and bases of a weight that was a target on the same side before."""
+class _Kept(NamedTuple):
+    """A weight that was a target on the same side before."""
+
+    tracker: TrackerState
+    number: int
+    space: Space
+    decoders: Bases
+
+
+def _kept(leaf: LeafPlan, trackers: Sequence[TrackerState]) -> _Kept | None:
     for tracker in trackers:
-        bases = tracker.plan.bases(tracker.reduction_basis, tracker.output_basis)
-        for number, (index, basis) in enumerate(zip(tracker.plan.targets, bases, strict=True)):
-            before = tracker.plan.leaves[index]
-            if before.path == leaf.path and _reencode.is_nested(before, leaf):
-                return tracker, number, basis
+        plan = tracker.plan
+        pairs = zip(tracker.encoders(), tracker.decoders(), strict=True)
+        for number, (index, (basis, decoders)) in enumerate(zip(plan.targets, pairs, strict=True)):
+            old = plan.leaves[index]
+            if (old.path, old.view, old.sides) == (leaf.path, leaf.view, leaf.sides):
+                return _Kept(tracker, number, Space(old, basis, plan.orthonormal), decoders)
     return None
+
+
+def _kept_bases(kept: _Kept, new: Space) -> Bases:
+    """The bases of a weight that keeps its side, in the new rank."""
+    bases = {}
+    for side in ("reduction", "output"):
+        start, basis = getattr(new.bases, side), getattr(kept.space.bases, side)
+        if start is None or new.leaf is None or new.leaf.view is None:
+            continue
+        batch_ndim, wide = len(new.leaf.view.batch_axes), wide_dtype(basis)
+        if not kept.space.is_nested(new):  # an autoencoder's columns, not orthonormal yet
+            basis = orthonormalize(basis.astype(wide), basis.astype(wide), batch_ndim)
+        if basis.shape != start.shape:
+            basis = _resize(basis.astype(wide), start.astype(wide), batch_ndim)
+        bases[side] = place_like(basis.astype(start.dtype), start)
+    return Bases(**bases)
+
+
+def _found_bases(new: Space, moment: Any, seed: int, number: int) -> tuple[Bases, Any]:
+    """The bases of a new target, and whether its first moment had any to give."""
+    bases, usable = new.bases, jnp.zeros([], jnp.bool_)
+    if moment is None or new.leaf is None or new.leaf.view is None:
+        return bases, usable
+    for turn, side in enumerate(new.leaf.sides):
+        key = _subspace_methods.leaf_key(seed, np.uint32(NEVER - 1 - turn), number)
+        start = getattr(bases, side)
+        found, usable = _leading(moment, new.leaf.view, side, start, key)
+        bases = bases._replace(**{side: found})
+    return bases, usable
+
+
+def _due(kept: _Kept, frozen: bool) -> Any:
+    """The step of a kept basis's next refresh: as it was, unless it was or becomes frozen."""
+    due = kept.tracker.next_refresh[kept.number]
+    due = jnp.where((due == NEVER) != frozen, NEVER if frozen else 0, due)
+    # A basis that is still the random start is to be found yet.
+    return jnp.where(kept.tracker.refreshes[kept.number] == 0, 0, due)
 
 
 def _carry_tracker(
@@ -107,46 +147,39 @@ def _carry_tracker(
     arrays: Mapping[str, Any],
 ) -> TrackerState:
     plan = fresh.plan
-    starts = plan.bases(fresh.reduction_basis, fresh.output_basis)
     next_refresh, refreshes = list(fresh.next_refresh), list(fresh.refreshes)
-    new: dict[str, dict[str, Any]] = {"reduction": {}, "output": {}}
-    for number, (index, start) in enumerate(zip(plan.targets, starts, strict=True)):
+    encoders, decoders = [], []
+    for number, (index, start) in enumerate(zip(plan.targets, fresh.encoders(), strict=True)):
         leaf = plan.leaves[index]
-        view = leaf.view
-        assert view is not None
-        found = _old_basis(leaf, trackers)
-        moment = None
-        if found is None:
+        new, kept = Space(leaf, start, plan.orthonormal), _kept(leaf, trackers)
+        lifts = None
+        if kept is None:
             moment = _first_moment(leaf.path, tuple(arrays[leaf.path].shape), old)
+            bases, usable = _found_bases(new, moment, plan.seed, number)
+            refreshes[number] = usable.astype(jnp.int32)
         else:
-            tracker, old_number, old_bases = found
-            due = tracker.next_refresh[old_number]
-            frozen = plan.method == "frozen"
-            # A frozen basis is never due; whether this one is to be frozen, the new plan says.
-            due = jnp.where((due == _NEVER) != frozen, _NEVER if frozen else 0, due)
-            refreshes[number] = tracker.refreshes[old_number]
-            next_refresh[number] = jnp.where(refreshes[number] == 0, 0, due)
-        for turn, side in enumerate(leaf.sides):
-            begin = getattr(start, side)
-            if found is not None:
-                basis = getattr(old_bases, side)
-                if basis.shape != begin.shape:
-                    wide = basis.astype(wide_dtype(basis))
-                    basis = _resize(wide, begin.astype(wide.dtype), len(view.batch_axes))
-                new[side][leaf.path] = place_like(basis.astype(begin.dtype), begin)
-            elif moment is not None:
-                key = _subspace_methods.leaf_key(plan.seed, np.uint32(_NEVER - 1 - turn), number)
-                basis, usable = _leading(moment, view, side, begin, key)
-                new[side][leaf.path] = basis
-                refreshes[number] = usable.astype(jnp.int32)
+            bases = _kept_bases(kept, new)
+            refreshes[number] = kept.tracker.refreshes[kept.number]
+            next_refresh[number] = _due(kept, plan.method == "frozen")
+            same = kept.space.leaf is not None and kept.space.leaf.rank == leaf.rank
+            if same and kept.space.is_nested(new):
+                lifts = kept.decoders
+        encoders.append(bases)
+        # Arrays of their own, since a donated buffer may be given only once.
+        decoders.append(jax.tree.map(jnp.copy, bases if lifts is None else lifts))
     counts = [t.tracker_count for t in trackers] or ([] if steps is None else [steps])
-    return fresh._replace(
+    reduction, output = with_bases(plan, fresh.reduction_basis, fresh.output_basis, encoders)
+    state = fresh._replace(
         tracker_count=counts[0] if counts else fresh.tracker_count,
         next_refresh=jnp.stack(next_refresh),
         refreshes=jnp.stack(refreshes),
-        reduction_basis=_tree.with_leaves(fresh.reduction_basis, new["reduction"]),
-        output_basis=_tree.with_leaves(fresh.output_basis, new["output"]),
+        reduction_basis=reduction,
+        output_basis=output,
     )
+    if fresh.reduction_decoder is None:
+        return state
+    pair = with_bases(plan, fresh.reduction_decoder, fresh.output_decoder, decoders)
+    return state._replace(reduction_decoder=pair[0], output_decoder=pair[1])
 
 
 def carry_bases(

@@ -219,7 +219,7 @@ def rank_probe(
         >>> probe = lro.rank_probe(grads(), energy=0.99)
         >>> print(probe)
         leaf    matrix  rank  of  share  σ at rank
-        kernel  16x24      3  16    19%    8.6e-01
+        kernel  16x24      3  16    19%    8.9e-01
         ranks hold 99.00% of the energy (Σσ²), pooled, over 20 batches
         >>> tx = lro.galore_adamw(1e-2, targets=probe.targets(multiple=4))
     """

@@ -10,7 +10,7 @@ moment seen in the same column.
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,6 @@ from lowrank_optax._view import Bases, View
 def shape_in(space: Space, whole: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that a weight of shape ``whole`` has in a space."""
     return whole if space.leaf is None else space.leaf.core_shape
-
-
-def is_nested(old: LeafPlan | None, new: LeafPlan | None) -> bool:
-    """Whether the smaller of two subspaces lies in the larger, by how bases are carried."""
-    if old is None or new is None:
-        return old is new
-    return old.view == new.view and old.sides == new.sides
 
 
 def _resized(x: Array, axis: int, size: int, filler: Array) -> Array:
@@ -65,15 +58,21 @@ def _lift(x: Array, leaf: LeafPlan | None, bases: Bases) -> Array:
     return x if leaf is None else _view(leaf).lift(x, bases)
 
 
-def _first(
-    x: Float[Array, "..."], old: LeafPlan | None, new: LeafPlan | None, before: Bases, after: Bases
-) -> Float[Array, "..."]:
-    if is_nested(old, new):
-        if new is not None:
-            for axis in _rank_axes(new):
-                x = _resized(x, axis, new.rank, jnp.zeros([], x.dtype))
-        return x
-    return _project(_lift(x, old, before), new, after)
+class _Move(NamedTuple):
+    """From where to where, as :func:`reencode` has it."""
+
+    old: LeafPlan | None
+    new: LeafPlan | None
+    nested: bool
+
+
+def _first(x: Float[Array, "..."], move: _Move, before: Bases, after: Bases) -> Float[Array, "..."]:
+    if not move.nested:
+        return _project(_lift(x, move.old, before), move.new, after)
+    if move.new is not None:
+        for axis in _rank_axes(move.new):
+            x = _resized(x, axis, move.new.rank, jnp.zeros([], x.dtype))
+    return x
 
 
 def _unseen(second: Float[Array, "..."], old: LeafPlan) -> Float[Array, "..."]:
@@ -85,12 +84,12 @@ def _second(
     x: Float[Array, "..."],
     mean: Float[Array, "..."] | None,
     bias: Float[Array, ""],
-    old: LeafPlan | None,
-    new: LeafPlan | None,
+    move: _Move,
     before: Bases,
     after: Bases,
 ) -> Float[Array, "..."]:
-    if is_nested(old, new):
+    old, new, nested = move
+    if nested:
         if old is not None and new is not None:
             filler = _unseen(x, old)
             for axis in _rank_axes(new):
@@ -109,13 +108,14 @@ def _second(
     moved = _project(whole, new, _squared(after))
     if mean is None:
         return moved
-    return moved + bias * jnp.square(_first(mean, old, new, before, after))
+    return moved + bias * jnp.square(_first(mean, move, before, after))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def reencode(
     old: LeafPlan | None,
     new: LeafPlan | None,
+    nested: bool,
     roles: tuple[tuple[str, str], ...],
     before: Bases,
     after: Bases,
@@ -137,8 +137,9 @@ def reencode(
         old: the plan of the weight that the moments are in the core space of; None for the
             weight's own space.
         new: likewise, where they go.
+        nested: whether the two share their first coordinates.
         roles: pairs of a name in ``moments`` and its role.
-        before: the bases of ``old``.
+        before: the bases of ``old``; the duals of those that are not orthonormal.
         after: the bases of ``new``.
         moments: arrays by name, of the shapes of ``old``.
         bias: :math:`c`, by which the square of the first moment is on the scale of the second.
@@ -148,11 +149,11 @@ def reencode(
     """
     wide = {name: x.astype(wide_dtype(x)) for name, x in moments.items()}
     mean = next((wide[name] for name, role in roles if role == "first"), None)
-    moved = {}
+    move, moved = _Move(old, new, nested), {}
     for name, role in roles:
         if role == "first":
-            moved[name] = _first(wide[name], old, new, before, after)
+            moved[name] = _first(wide[name], move, before, after)
         else:
             paired = mean if role == "second" else None
-            moved[name] = _second(wide[name], paired, bias, old, new, before, after)
+            moved[name] = _second(wide[name], paired, bias, move, before, after)
     return moved

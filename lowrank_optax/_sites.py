@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from lowrank_optax import _moments, _tree
+from lowrank_optax._orthonormalize import dual
 from lowrank_optax._plan import LeafPlan
 from lowrank_optax._state import SubspaceState, TrackerState, find_states
 from lowrank_optax._view import Bases
@@ -16,11 +17,32 @@ class Space(NamedTuple):
 
     Attributes:
         leaf: the plan of the weight; None where the array is in the weight's own shape.
-        bases: its bases.
+        bases: its bases, those that project.
+        orthonormal: whether their columns are.
     """
 
     leaf: LeafPlan | None = None
     bases: Bases = Bases()
+    orthonormal: bool = True
+
+    def duals(self) -> Bases:
+        """What takes coordinates back to the weight's own shape."""
+        if self.orthonormal or self.leaf is None or self.leaf.view is None:
+            return self.bases
+        batch_ndim = len(self.leaf.view.batch_axes)
+        return Bases(*(None if b is None else dual(b, batch_ndim) for b in self.bases))
+
+    def is_nested(self, new: "Space") -> bool:
+        """Whether ``new`` shares coordinates with this space, by how bases are carried.
+
+        The first ``min(r, r')`` columns of the two bases then are the same.
+        """
+        old = self.leaf
+        if old is None or new.leaf is None:
+            return old is new.leaf
+        if (old.view, old.sides) != (new.leaf.view, new.leaf.sides):
+            return False
+        return self.orthonormal or (not new.orthonormal and old.rank == new.leaf.rank)
 
 
 class Site(NamedTuple):
@@ -75,10 +97,9 @@ def _child(node: Any, key: Any) -> Any:
 def _spaces(node: SubspaceState) -> dict[str, Space]:
     spaces = {}
     for tracker in find_states(node.tracker_state, TrackerState):
-        bases = tracker.plan.bases(tracker.reduction_basis, tracker.output_basis)
-        for index, basis in zip(tracker.plan.targets, bases, strict=True):
+        for index, basis in zip(tracker.plan.targets, tracker.encoders(), strict=True):
             leaf = tracker.plan.leaves[index]
-            spaces[leaf.path] = Space(leaf, basis)
+            spaces[leaf.path] = Space(leaf, basis, tracker.plan.orthonormal)
     return spaces
 
 

@@ -224,6 +224,43 @@ def test_from_one_subspace_to_another(new):
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, after)
 
 
+LEARNED = {
+    "tied": lro.learn_basis(3, targets=[("mlp/k", 3)]),
+    "untied": lro.learn_basis(3, tied=False, targets=[("mlp/k", 3)]),
+    "columns": lro.learn_basis(3, tied=False, normalize="columns", targets=[("mlp/k", 3)]),
+    "larger": lro.learn_basis(5, tied=False, normalize="none", targets=[("mlp/k", 5)]),
+}
+
+
+@pytest.mark.parametrize("new", LEARNED)
+@pytest.mark.parametrize("old", ["refresh", "untied", "columns"])
+def test_learned_bases(old, new):
+    """To and from bases that are learned, with decoders of their own, or not orthonormal."""
+    before, after = (
+        low(mlp=3) if name == "refresh" else lro.logra_sketch(adamw(), LEARNED[name])
+        for name in (old, new)
+    )
+    start = advance(before)
+    assert_same(lro.migrate(start, before, before, PARAMS), start)
+    state = migrated(start, before, after)
+    tracker = state.tracker_state
+    assert tracker.refreshes == start.tracker_state.refreshes
+    if new != "tied":  # decoders start where the encoders are, or stay
+        stay = (old, new) in {("untied", "untied"), ("columns", "columns"), ("untied", "columns")}
+        source = start.tracker_state.reduction_decoder if stay else tracker.reduction_basis
+        assert_same(tracker.reduction_decoder, source)
+    if new == "tied":
+        assert_orthonormal(basis_matrices_of(tracker)["mlp"][None])
+    # The first moment that the coordinates stand for is the same.
+    lifted = [
+        np.asarray(adam_state(migrated(x, tx, adamw())).mu["mlp"]["kernel"])
+        for x, tx in ((start, before), (state, after))
+    ]
+    np.testing.assert_allclose(*lifted, atol=1e-5)
+    back = migrated(state, after, low(mlp=2))
+    assert_orthonormal(basis_matrices_of(back.tracker_state)["mlp"][None])
+
+
 def test_identity_is_to_the_bit_and_ignores_static_differences():
     """Another method or seed changes the plan, and nothing of the arrays."""
     old, new = low(mlp=3, attn=2), low(mlp=3, attn=2, method="gram", seed=7)
@@ -337,12 +374,15 @@ def test_second_moments_are_positive_and_bound_the_next_step(old, new):
             )
         )
 
+    nested = bool(old and new and old.sides == new.sides)
     shape = (12, 16) if old is None else old.core_shape
     m = rng.normal(size=shape)
     v = m**2 + rng.uniform(0.01, 1.0, size=shape)
     roles = (("mu", "first"), ("nu", "second"))
     moments = {"mu": jnp.asarray(m, jnp.float32), "nu": jnp.asarray(v, jnp.float32)}
-    moved = _reencode.reencode(old, new, roles, bases(old), bases(new), moments, jnp.ones([]))
+    moved = _reencode.reencode(
+        old, new, nested, roles, bases(old), bases(new), moments, jnp.ones([])
+    )
     assert moved["nu"].shape == ((12, 16) if new is None else new.core_shape)
     assert (moved["nu"] > 0).all()
     assert (jnp.square(moved["mu"]) <= 1.0001 * moved["nu"]).all()
@@ -358,6 +398,7 @@ def test_second_moment_of_a_core_against_the_truth():
     moved = _reencode.reencode(
         None,
         space(4),
+        False,
         roles,
         Bases(),
         Bases(jnp.asarray(p, jnp.float32), None),
@@ -462,6 +503,7 @@ INNERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:galore_project. the inner optimizer is Lion")
 @pytest.mark.parametrize("name", INNERS)
 def test_any_inner_optimizer(name):
     inner = INNERS[name]
@@ -472,6 +514,7 @@ def test_any_inner_optimizer(name):
     migrated(state, larger, inner)
 
 
+@pytest.mark.filterwarnings("ignore:galore_project. the inner optimizer is Lion")
 def test_a_moment_of_another_optimizer():
     """Adam's averages serve Lion; what Lion lacks is named."""
     adam, lion = relaxed(optax.adam(1e-2)), relaxed(optax.lion(1e-2))
