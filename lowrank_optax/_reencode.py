@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from lowrank_optax._contract import wide_dtype
@@ -27,13 +28,15 @@ def shape_in(space: Space, whole: tuple[int, ...]) -> tuple[int, ...]:
     return whole if space.leaf is None else space.leaf.core_shape
 
 
-def _resized(x: Array, axis: int, size: int, filler: Array) -> Array:
+def _resized(x: Array, axis: int, size: int, filler: Any) -> Array:
     """``x`` with its first ``size`` entries along an axis, continued by ``filler``."""
-    kept = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
-    if size <= x.shape[axis]:
-        return kept
-    missing = (*x.shape[:axis], size - x.shape[axis], *x.shape[axis + 1 :])
-    return jnp.concatenate([kept, jnp.broadcast_to(filler, missing)], axis)
+    old = x.shape[axis]
+    if size <= old:
+        return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+    # Not by concatenation, which wants both parts to be sharded alike.
+    widths = [(0, size - old if number == axis else 0) for number in range(x.ndim)]
+    new = (np.arange(size) >= old).reshape([-1 if n == axis else 1 for n in range(x.ndim)])
+    return jnp.pad(x, widths) + jnp.asarray(new, x.dtype) * filler
 
 
 def _rank_axes(leaf: LeafPlan) -> tuple[int, ...]:
