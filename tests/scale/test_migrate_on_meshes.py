@@ -1,4 +1,4 @@
-"""Carrying a state over where params are sharded: the same values, in types that training keeps."""
+"""Saved states carried over on meshes: the same values, in types that training keeps."""
 
 import itertools
 
