@@ -1,11 +1,13 @@
 """Bases from activations are the principal directions of what flows through each weight."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import lowrank_optax as lro
+from lowrank_optax import _tree
 from tests.helpers import assert_orthonormal, normal
 
 RANK = 2
@@ -132,6 +134,47 @@ def test_learns_from_what_was_captured():
     np.testing.assert_allclose(
         np.abs(state.reduction_basis["w"].T @ bases["w"].reduction), np.eye(RANK), atol=1e-5
     )
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        y = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=8)(nn.LayerNorm()(x))
+        return x + nn.Dense(8)(nn.gelu(nn.Dense(16)(x + y))), None
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        layers = nn.scan(
+            nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+        )
+        x, _ = layers(name="layers")(nn.Embed(20, 8)(ids), None)
+        return nn.Dense(20, name="lm_head")(x)
+
+
+def test_an_unmodified_flax_model():
+    """Of another batch's gradient, the captured bases hold far more than random ones."""
+    model = Model()
+    data = [jax.random.randint(jax.random.key(i), (4, 12), 0, 20) for i in range(3)]
+    params = model.init(jax.random.key(9), data[0])
+
+    def loss_fn(params, ids):
+        return total(model.apply(params, ids))
+
+    found = capture(loss_fn, params, data[1:], rank=3)
+    gradients = _tree.by_path(jax.grad(loss_fn)(params, data[0]))
+    start = lro.refresh_basis(3, method="random").init(params)
+    leaves = [start.plan.leaves[index] for index in start.plan.targets]
+    assert sorted(found) == sorted(leaf.path for leaf in leaves)
+    assert len(found) == 6
+    captured, by_chance = [], []
+    for leaf, random in zip(leaves, start.encoders(), strict=True):
+        g = gradients[leaf.path]
+        for basis, kept in ((found[leaf.path], captured), (random, by_chance)):
+            kept.append(float(jnp.sum(leaf.view.project(g, basis) ** 2) / jnp.sum(g**2)))
+    assert np.mean(captured) > 0.7
+    assert np.mean(captured) > 1.8 * np.mean(by_chance)
 
 
 @pytest.mark.parametrize(

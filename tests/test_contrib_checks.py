@@ -28,6 +28,10 @@ OPTIMIZERS = {
     "galore_sgd": lambda: lro.galore_project(optax.sgd(0.1, 0.5), tracker()),
     "galore_both": lambda: lro.galore_project(optax.adam(0.08), tracker(side="both")),
     "galore_random": lambda: lro.galore_project(optax.adam(0.08), tracker(method="random")),
+    "logra_adamw": lambda: lro.logra_adamw(0.1, 2, targets=TABLE),
+    "logra_untied": lambda: lro.logra_sketch(
+        optax.sgd(0.1, 0.5), lro.learn_basis(targets=TABLE, tied=False)
+    ),
     "filter": lambda: optax.chain(lro.galore_project(basis=tracker()), optax.sgd(0.1)),
 }
 # What converges to the exact minimum: weight decay pulls away from it.

@@ -178,6 +178,31 @@ def test_snr_distortion_and_energy_are_one_number():
         assert float(leaf.energy) == pytest.approx(energy, rel=1e-4)
 
 
+def test_the_weights_of_7b_alone_are_larger_than_what_is_told_of_the_whole():
+    d, ffn, vocabulary, layers = 4096, 11008, 32000, 32
+
+    def weights(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    params = {
+        "embed_tokens": {"embedding": weights(vocabulary, d)},
+        "layers": {
+            **{f"{n}_proj": {"kernel": weights(layers, d, d)} for n in "qkvo"},
+            "gate_proj": {"kernel": weights(layers, d, ffn)},
+            "up_proj": {"kernel": weights(layers, d, ffn)},
+            "down_proj": {"kernel": weights(layers, ffn, d)},
+        },
+        "lm_head": {"kernel": weights(d, vocabulary)},
+    }
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    assert nbytes == pytest.approx(13.5e9, rel=0.01)
+    tx = lro.logra_adamw(1e-3, targets=lro.targets.logra())
+    described = lro.describe(tx, params)
+    assert {row.rank for row in described.rows} == {128, 64, 32, 256}
+    # The state is small, float32 bases and moments included; the weights are not.
+    assert described.state_bytes == pytest.approx(0.828e9, rel=0.01)
+
+
 # What belongs in front, inside and behind
 
 

@@ -201,3 +201,21 @@ def test_restore_onto_another_mesh(run, tmp_path, kind):
     np.testing.assert_array_equal(
         state[1].tracker_state.refreshes, finished[1][1].tracker_state.refreshes
     )
+
+
+def test_learned_bases_go_on_where_they_stopped(tmp_path):
+    params = {"kernel": normal(0, (8, 12))}
+    tx = lro.logra_sketch(relaxed(optax.adam(0.1)), lro.learn_basis(3, tied=False))
+    update = jax.jit(tx.update)
+
+    def steps(state, numbers):
+        for number in numbers:
+            _, state = update(random_like(params, number), state, params)
+        return state
+
+    state = steps(tx.init(params), range(2))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, params))
+    assert_bit_identical(steps(restored, range(2, 4)), steps(state, range(2, 4)))
