@@ -9,7 +9,7 @@ import pytest
 
 import lowrank_optax as lro
 from tests.helpers import avals, relaxed
-from tests.scale.test_meshes import TYPES, initial, mesh_of, placed
+from tests.scale.test_meshes import initial, mesh_of, placed
 
 RANKS = {"up": 3, "down": 3, "stack": 2}
 
@@ -47,7 +47,7 @@ def on_one_device():
     return carried(initial())
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
 def test_values_and_types(kind, on_one_device):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
