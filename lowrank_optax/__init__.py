@@ -1,13 +1,17 @@
 """Any optax optimizer, run inside a low-rank subspace of each weight's gradient."""
 
 from lowrank_optax import targets as targets
+from lowrank_optax._aliases import apollo_adamw as apollo_adamw
+from lowrank_optax._aliases import fira_adamw as fira_adamw
 from lowrank_optax._aliases import galore_adamw as galore_adamw
+from lowrank_optax._apollo import apollo_lift as apollo_lift
 from lowrank_optax._compact import CompactBases as CompactBases
 from lowrank_optax._compact import compact_value_and_grad as compact_value_and_grad
 from lowrank_optax._compact_report import CompactReport as CompactReport
 from lowrank_optax._compact_report import compact_report as compact_report
 from lowrank_optax._describe import Description as Description
 from lowrank_optax._describe import describe as describe
+from lowrank_optax._fira import fira_lift as fira_lift
 from lowrank_optax._lift import Lift as Lift
 from lowrank_optax._lift import LiftInput as LiftInput
 from lowrank_optax._lift import subspace_lift as subspace_lift
@@ -15,6 +19,7 @@ from lowrank_optax._metrics import Fidelity as Fidelity
 from lowrank_optax._metrics import Metrics as Metrics
 from lowrank_optax._metrics import metrics as metrics
 from lowrank_optax._refresh import refresh_basis as refresh_basis
+from lowrank_optax._sketched_residual import sketched_residual_lift as sketched_residual_lift
 from lowrank_optax._state import SubspaceState as SubspaceState
 from lowrank_optax._state import TrackerState as TrackerState
 from lowrank_optax._subspace import galore_project as galore_project

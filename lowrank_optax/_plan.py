@@ -117,24 +117,26 @@ class Plan:
         return [Bases(left.get(path), right.get(path)) for path in paths]
 
 
-def _flatten_plan(plan: Plan) -> tuple[tuple[()], Plan]:
-    return (), plan
+_STATIC: list[type] = []
 
 
-def _unflatten_plan(plan: Plan, _: Any) -> Plan:
-    return plan
+def register_static(kind: type) -> None:
+    """Makes a hashable class a pytree node without leaves, which an optimizer state may hold."""
+    _STATIC.append(kind)
+    jax.tree_util.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node)
 
 
-jax.tree_util.register_pytree_node(Plan, _flatten_plan, _unflatten_plan)
+register_static(Plan)
 
 
 def _register_with_flax() -> None:
-    """Lets ``flax.serialization`` pass over plans, where Flax is in use."""
+    """Lets ``flax.serialization`` pass over static nodes, where Flax is in use."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is None:
         return
-    with contextlib.suppress(ValueError):  # registered before
-        serialization.register_serialization_state(Plan, lambda _: {}, lambda plan, _: plan)
+    for kind in _STATIC:
+        with contextlib.suppress(ValueError):  # registered before
+            serialization.register_serialization_state(kind, lambda _: {}, lambda node, _: node)
 
 
 def _resolve_rank(rank: _target.Rank, view: View, path: str) -> int:

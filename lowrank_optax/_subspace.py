@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowrank_optax import _metrics, _moments, _probe, _target, _tree
+from lowrank_optax import _gain, _metrics, _moments, _probe, _target, _tree
 from lowrank_optax._contract import place_like, wide_dtype
 from lowrank_optax._lift import Lift, LiftInput, subspace_lift
 from lowrank_optax._plan import LeafPlan, Plan
 from lowrank_optax._refresh import refresh_basis
+from lowrank_optax._sketch import sketched_products
 from lowrank_optax._state import SubspaceState, TrackerState, find_states
 from lowrank_optax._view import Bases
 
@@ -149,6 +150,7 @@ def galore_project(
         tracker_state = track.init(params)
         tracker = _tracker_state(tracker_state)
         cores = _zero_cores(tracker.plan, tracker, params)
+        chosen_lift.check_inner(optimizer, cores)
         return SubspaceState(
             tracker_state=tracker_state,
             inner_state=None if optimizer is None else optimizer.init(cores),
@@ -178,10 +180,12 @@ def galore_project(
         decay = [None if c is None else (c.reshape(()), core_param) for c, core_param in pairs]
         return updates, decay, state
 
-    def lift_all(plan, bases, gradients, cores, inner_updates, decay, weights, lift_state):
+    def lift_all(
+        plan, bases, gradients, cores, inner_updates, decay, gains, sketched, weights, lift_state
+    ):
         """Full-sized updates of the low-rank targets: scaled lift, then unscaled decay."""
         inputs = []
-        for index, basis in zip(plan.targets, bases, strict=True):
+        for number, (index, basis) in enumerate(zip(plan.targets, bases, strict=True)):
             update = inner_updates[index]
             if decay[index] is not None:
                 coefficient, core_param = decay[index]
@@ -195,7 +199,10 @@ def galore_project(
                         "lift that works in the subspace, such as lro.subspace_lift()"
                     )
                 gradient = None
-            inputs.append(LiftInput(leaf.view, basis, cores[index], update, gradient))
+            gain = None if gains[index] is None else gains[index].reshape(())
+            inputs.append(
+                LiftInput(leaf.view, basis, cores[index], update, gradient, gain, *sketched[number])
+            )
         lifted, lift_state = chosen_lift.update(inputs, lift_state)
         updates = {}
         for index, update in zip(plan.targets, lifted, strict=True):
@@ -252,14 +259,29 @@ def galore_project(
                 before.tracker_count,
                 inner_args,
             )
+        gains = [None] * len(plan.leaves)
+        if chosen_lift.needs_gain and plan.targets:
+            gains = _arrays(_gain.gains(optimizer, inner_state, cores, inner_args))
         # inner
         inner_updates, decay, inner_state = run_inner(
             cores, inner_state, params, plan, bases, inner_args
         )
         # lift
         inner_leaves, weights = _arrays(inner_updates), _arrays(params)
+        sketched = sketched_products(
+            state.lift_state, plan, bases, gradients, before.tracker_count, extra_args.get("bases")
+        )
         lifted, lift_state = lift_all(
-            plan, bases, gradients, _arrays(cores), inner_leaves, decay, weights, state.lift_state
+            plan,
+            bases,
+            gradients,
+            _arrays(cores),
+            inner_leaves,
+            decay,
+            gains,
+            sketched,
+            weights,
+            state.lift_state,
         )
         lifted |= scale_full_rank(plan, inner_leaves, decay)
 

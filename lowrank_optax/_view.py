@@ -10,6 +10,7 @@ import string
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lowrank_optax._contract import REFRESH_PRECISION, STEP_PRECISION, contract, place
@@ -124,6 +125,19 @@ class View:
             basis = batch + self._labels(self.reduction_axes) + "y"
             core = contract(f"{basis},{labels}->{full}", bases.reduction, core)
         return core
+
+    def spread(self, values: Float[Array, "..."], axes: Sequence[int]) -> Float[Array, "..."]:
+        """An array over some of the leaf's axes, with axes of length 1 for the others.
+
+        Args:
+            values: one number for each index of ``axes``.
+            axes: the leaf's axes that it has, in its order.
+
+        Returns:
+            An array that broadcasts against the leaf.
+        """
+        values = jnp.transpose(values, sorted(range(len(axes)), key=lambda i: axes[i]))
+        return jnp.expand_dims(values, [a for a in range(len(self.shape)) if a not in axes])
 
     def images(
         self, matrix: Float[Array, "..."], side: str, directions: Float[Array, "..."]
