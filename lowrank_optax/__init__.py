@@ -1,9 +1,12 @@
 """Any optax optimizer, run inside a low-rank subspace of each weight's gradient."""
 
 from lowrank_optax import targets as targets
+from lowrank_optax._adaptive import AdaptiveEvery as AdaptiveEvery
+from lowrank_optax._adaptive import adaptive_every as adaptive_every
 from lowrank_optax._aliases import apollo_adamw as apollo_adamw
 from lowrank_optax._aliases import fira_adamw as fira_adamw
 from lowrank_optax._aliases import galore_adamw as galore_adamw
+from lowrank_optax._aliases import ldadamw as ldadamw
 from lowrank_optax._apollo import apollo_lift as apollo_lift
 from lowrank_optax._compact import CompactBases as CompactBases
 from lowrank_optax._compact import compact_value_and_grad as compact_value_and_grad
@@ -11,6 +14,8 @@ from lowrank_optax._compact_report import CompactReport as CompactReport
 from lowrank_optax._compact_report import compact_report as compact_report
 from lowrank_optax._describe import Description as Description
 from lowrank_optax._describe import describe as describe
+from lowrank_optax._error_feedback import ErrorFeedbackState as ErrorFeedbackState
+from lowrank_optax._error_feedback import error_feedback as error_feedback
 from lowrank_optax._fira import fira_lift as fira_lift
 from lowrank_optax._lift import Lift as Lift
 from lowrank_optax._lift import LiftInput as LiftInput
@@ -19,6 +24,9 @@ from lowrank_optax._metrics import Fidelity as Fidelity
 from lowrank_optax._metrics import Metrics as Metrics
 from lowrank_optax._metrics import metrics as metrics
 from lowrank_optax._refresh import refresh_basis as refresh_basis
+from lowrank_optax._sign import LionMomentumState as LionMomentumState
+from lowrank_optax._sign import lion_momentum as lion_momentum
+from lowrank_optax._sign import sign_lift as sign_lift
 from lowrank_optax._sketched_residual import sketched_residual_lift as sketched_residual_lift
 from lowrank_optax._state import SubspaceState as SubspaceState
 from lowrank_optax._state import TrackerState as TrackerState

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from lowrank_optax._apollo import apollo_lift
+from lowrank_optax._error_feedback import error_feedback
 from lowrank_optax._fira import fira_lift
 from lowrank_optax._moments import Moments
 from lowrank_optax._refresh import Every, refresh_basis
@@ -263,3 +264,64 @@ def apollo_adamw(
         moments=moments,
         metrics=metrics,
     )
+
+
+def ldadamw(
+    learning_rate: optax.ScalarOrSchedule,
+    rank: Rank = 128,
+    scale: jax.typing.ArrayLike = 1.0,
+    b1: float = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    targets: Targets = None,
+    *,
+    side: str = "smaller",
+    mask: Any = None,
+    mu_dtype: Any = None,
+    metrics: bool = False,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdamW in a subspace that follows the gradient at every step, with error feedback: LDAdam.
+
+    One subspace iteration a step, moments carried over by ``"rotate"``, and what is lost added to
+    the next gradient by :func:`error_feedback`, which **costs one full-sized buffer a target**. The
+    paper's subspace follows a mixture of gradient and momentum, here it follows the gradient
+    with its feedback.
+
+    Args:
+        learning_rate: a number or a schedule of the step.
+        rank: columns of each basis, or a fraction of each matrix's smaller side.
+        scale: factor on projected updates.
+        b1: as for :func:`galore_adamw`, like everything else that is not said here. A Python
+            number, since the feedback of the momentum depends on it.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, on the whole weight.
+        targets: which leaves are projected.
+        side: the matrix side that bases live on.
+        mask: which leaves decay.
+        mu_dtype: dtype of the first moment.
+        metrics: keep fidelity metrics in the state.
+        seed: seed of the random starts.
+
+    Returns:
+        A gradient transformation with extra arguments. It needs full gradients.
+
+    Example:
+        >>> import jax.numpy as jnp, lowrank_optax as lro
+        >>> tx = lro.ldadamw(1e-3, rank=4)
+        >>> params = {"kernel": jnp.ones((16, 32))}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+
+    References:
+        Robert et al., `LDAdam: Adaptive Optimization from Low-Dimensional Gradient
+        Statistics <https://arxiv.org/abs/2410.16103>`_, 2024
+    """
+    subspace = galore_project(
+        _adamw(learning_rate, b1, b2, eps, weight_decay, mask, mu_dtype),
+        refresh_basis(rank, 1, side=side, targets=targets, seed=seed),
+        scale=scale,
+        metrics=metrics,
+    )
+    return error_feedback(subspace, b1=b1)

@@ -3,11 +3,9 @@
 The gradient of a projected weight is never formed; its core comes out of the backward pass.
 """
 
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jaxtyping import Array
 
 from lowrank_optax._compact_loss import CompactLoss
@@ -18,8 +16,10 @@ from lowrank_optax._compact_targets import (
     main_product,
     one_of,
     split_extra,
+    view_of,
     wide,
 )
+from lowrank_optax._storage import store_all
 from lowrank_optax._view import Bases
 
 
@@ -29,12 +29,13 @@ class CompactBases(NamedTuple):
     Attributes:
         bases: the bases of each target, by path.
         refreshed: for each target whether they are new, a boolean scalar.
-        directions: the extra directions that the lift of some targets asked for, by path.
+        directions: the extra directions that the lift of some targets asked for, by path; None if
+            none did.
     """
 
     bases: dict[str, Bases]
     refreshed: dict[str, Array]
-    directions: Mapping[str, Bases] = types.MappingProxyType({})
+    directions: dict[str, Bases] | None = None
 
 
 def compact_value_and_grad(
@@ -111,13 +112,13 @@ def compact_value_and_grad(
         more = _check_extra(extra or {}, targets)
         if bases is None:
             current, new = refreshed_bases(loss)
-            directions = _drawn(targets, current)
+            directions = _drawn(targets, current) or None
         else:
-            current = [wide(bases.bases[path]) for path in paths]
+            current = [wide(bases.bases[t.plan.path], view_of(t)) for t in targets]
             new = [bases.refreshed[path] for path in paths]
             directions = bases.directions
         more = [
-            one_of(directions[path]) if path in directions else given
+            one_of(directions[path]) if directions and path in directions else given
             for path, given in zip(paths, more, strict=True)
         ]
         products = [[main_product(*row)] for row in zip(targets, current, more, strict=True)]
@@ -128,7 +129,7 @@ def compact_value_and_grad(
         ]
         value, grads = loss.results(value, aux, gradients, compact)
         stored = {
-            target.plan.path: jax.tree.map(lambda b, old: b.astype(old.dtype), used, target.bases)
+            target.plan.path: store_all(used, view_of(target), target.bases)
             for target, used in zip(targets, current, strict=True)
         }
         return value, grads, CompactBases(stored, dict(zip(paths, new, strict=True)), directions)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lowrank_optax import _subspace_methods, _tree
+from lowrank_optax import _storage, _subspace_methods, _tree
 from lowrank_optax._compact_loss import CompactLoss
 from lowrank_optax._compact_targets import (
     ITERATED,
@@ -78,13 +78,14 @@ def _resampled(targets: Sequence[CompactTarget]) -> list[Bases]:
     def one(static: tuple[View, str, int], basis: Array, key: Array, due: Array) -> Array:
         def fresh() -> Array:
             drawn = _subspace_methods.random_basis(key, *static, wide_dtype(basis))
-            return drawn.astype(basis.dtype)
+            return _storage.store(drawn, static[0], basis.dtype)
 
         return jax.lax.cond(due, fresh, lambda: basis)
 
     stored = [target.bases for target in targets]
     calls = [(s.static, (s.basis(stored), s.key, targets[s.target].due)) for s in sides]
-    return [wide(b) for b in _replaced(stored, sides, _tree.map_sharing(one, calls))]
+    new = _replaced(stored, sides, _tree.map_sharing(one, calls))
+    return [wide(b, view_of(target)) for b, target in zip(new, targets, strict=True)]
 
 
 def _start(targets: Sequence[CompactTarget], bases: Sequence[Bases]) -> list[Bases]:
@@ -156,8 +157,11 @@ def _accept(
 
     def choose(new: Array, old: Array, stored: Array) -> Array:
         # What update will store is what the last pass must project on.
-        rounded = jnp.where(last, new.astype(stored.dtype).astype(new.dtype), new)
-        return jnp.where(due, jnp.where(active, rounded, old), stored.astype(new.dtype))
+        view = view_of(target)
+        as_read = _storage.read(_storage.store(new, view, stored.dtype), view).astype(new.dtype)
+        rounded = jnp.where(last, as_read, new)
+        before = _storage.read(stored, view).astype(new.dtype)
+        return jnp.where(due, jnp.where(active, rounded, old), before)
 
     return jax.tree.map(choose, refined, current, target.bases), due
 

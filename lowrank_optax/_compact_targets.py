@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from lowrank_optax import _subspace_methods
+from lowrank_optax import _storage, _subspace_methods
 from lowrank_optax._contract import wide_dtype
 from lowrank_optax._factored import Factored, Product, ProductAxes
 from lowrank_optax._plan import LeafPlan
@@ -77,7 +77,7 @@ def find_targets(opt_state: Any) -> list[CompactTarget]:
                 f"compact_value_and_grad: method={plan.method!r} needs the full gradient, which "
                 'here never exists; use method="subspace", "random" or "frozen"'
             )
-        stored = plan.bases(tracker.reduction_basis, tracker.output_basis)
+        stored = plan.stored_bases(tracker.reduction_basis, tracker.output_basis)
         due = count >= tracker.next_refresh
         for number, (index, bases) in enumerate(zip(plan.targets, stored, strict=True)):
             key = _subspace_methods.leaf_key(plan.seed, count, number)
@@ -92,8 +92,9 @@ def view_of(target: CompactTarget) -> View:
     return target.plan.view
 
 
-def wide(bases: Bases) -> Bases:
-    return jax.tree.map(lambda b: b.astype(wide_dtype(b)), bases)
+def wide(stored: Bases, view: View) -> Bases:
+    """Bases to compute with, from what is stored."""
+    return jax.tree.map(lambda b: b.astype(wide_dtype(b)), _storage.read_all(stored, view))
 
 
 def one_sided(side: str, basis: Array) -> Bases:

@@ -18,6 +18,7 @@ import numpy as np
 
 from lowrank_optax import _layouts, _target, _tree
 from lowrank_optax._layouts import Kind
+from lowrank_optax._storage import read_all
 from lowrank_optax._target import Target, Targets
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View, make_view
 
@@ -110,11 +111,17 @@ class Plan:
                 f"params with {len(self.leaves)}; call init on the params that you update"
             )
 
-    def bases(self, reduction: Any, output: Any) -> list[Bases]:
-        """Pairs up the bases of two sparse trees, one entry for each target."""
+    def stored_bases(self, reduction: Any, output: Any) -> list[Bases]:
+        """Pairs up the bases of two sparse trees as stored, one entry for each target."""
         left, right = _tree.by_path(reduction), _tree.by_path(output)
         paths = [self.leaves[index].path for index in self.targets]
         return [Bases(left.get(path), right.get(path)) for path in paths]
+
+    def bases(self, reduction: Any, output: Any) -> list[Bases]:
+        """The bases of each target, in a float dtype, from two sparse trees of stored ones."""
+        views = [self.leaves[index].view for index in self.targets]
+        stored = self.stored_bases(reduction, output)
+        return [read_all(b, view) for b, view in zip(stored, views, strict=True) if view]
 
 
 _STATIC: list[type] = []

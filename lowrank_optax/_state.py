@@ -19,6 +19,8 @@ class TrackerState(NamedTuple):
         reduction_basis: a tree parallel to params: ``(*batch, *reduction, r)`` at targets
             with a basis on that side, ``optax.MaskedNode()`` elsewhere.
         output_basis: likewise for the output side.
+        intervals: int32 likewise, the current interval of each target where :func:`adaptive_every`
+            decides it, else None.
     """
 
     plan: Plan
@@ -27,6 +29,7 @@ class TrackerState(NamedTuple):
     refreshes: jax.Array
     reduction_basis: Any
     output_basis: Any
+    intervals: jax.Array | None = None
 
 
 class SubspaceState(NamedTuple):
