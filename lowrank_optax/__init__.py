@@ -23,6 +23,8 @@ from lowrank_optax._lift import subspace_lift as subspace_lift
 from lowrank_optax._metrics import Fidelity as Fidelity
 from lowrank_optax._metrics import Metrics as Metrics
 from lowrank_optax._metrics import metrics as metrics
+from lowrank_optax._quantized_moments import QuantizedState as QuantizedState
+from lowrank_optax._quantized_moments import quantized_moments as quantized_moments
 from lowrank_optax._refresh import refresh_basis as refresh_basis
 from lowrank_optax._sign import LionMomentumState as LionMomentumState
 from lowrank_optax._sign import lion_momentum as lion_momentum

@@ -55,6 +55,10 @@ def _is_namedtuple(node: Any) -> bool:
 
 def map_moments(fn: Callable[..., Any], state: Any, *rest: Any) -> Any:
     """Applies ``fn`` to every state NamedTuple that has moments, through any wrapper."""
+    if hasattr(state, "opened"):
+        # Moments in few bits, which are worked on in full.
+        moved = map_moments(fn, state.opened(), *(node.opened() for node in rest))
+        return state.closed(moved)
     if _is_namedtuple(state):
         roles = field_roles(state)
         moved = fn(state, *rest) if roles else state
