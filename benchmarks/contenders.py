@@ -66,6 +66,7 @@ class Contender:
         compact: whether its gradients are compact.
         every: steps between refreshes.
         adapters: whether it trains low-rank adapters on frozen matrices.
+        decays: whether its weight decay is AdamW's.
     """
 
     make: Callable[[Setting, Any], optax.GradientTransformation]
@@ -75,6 +76,7 @@ class Contender:
     compact: bool = False
     every: int = 50
     adapters: bool = False
+    decays: bool = True
 
 
 def _is_matrix(path: tuple[Any, ...]) -> bool:
@@ -87,24 +89,52 @@ def _at_matrices(params: Any, entry: Any) -> Any:
     )
 
 
-def _tracker(method: str, s: Setting, params: Any, every: int | None = None) -> Any:
+def _tracker(
+    method: str, s: Setting, params: Any, every: Any = None, dtype: Any = jnp.float32
+) -> Any:
     def target(path, leaf):
         if not _is_matrix(path):
             return None
         return lro.Target(s.rank, leaf.ndim - 2, leaf.ndim - 1)
 
     targets = jax.tree_util.tree_map_with_path(target, params)
-    return lro.refresh_basis(every=every or s.every, method=method, targets=targets, seed=s.seed)
+    every = every or s.every
+    return lro.refresh_basis(every=every, method=method, targets=targets, seed=s.seed, dtype=dtype)
 
 
-def _ours(method: str, lift: Callable[[Setting], Any] = lambda s: None, **options: Any) -> Any:
-    """Ours with AdamW inside."""
+def _ours(
+    method: str,
+    lift: Callable[[Setting], Any] = lambda s: None,
+    every: Any = None,
+    dtype: Any = jnp.float32,
+    bits: Any = None,
+    **options: Any,
+) -> Any:
+    """Ours with AdamW inside; ``dtype`` of the bases, ``bits`` of the moments."""
 
     def make(s: Setting, params: Any) -> optax.GradientTransformation:
         inner = optax.adamw(s.rate, weight_decay=s.decay) if s.decay else optax.adam(s.rate)
-        return lro.galore_project(inner, _tracker(method, s, params), lift=lift(s), **options)
+        if bits is not None:
+            inner = lro.quantized_moments(inner, bits)
+        tracker = _tracker(method, s, params, every, dtype)
+        return lro.galore_project(inner, tracker, lift=lift(s), **options)
 
     return make
+
+
+def _ldadam(s: Setting, params: Any) -> optax.GradientTransformation:
+    return lro.error_feedback(_ours("subspace", every=1)(s, params))
+
+
+def _lion(s: Setting, params: Any) -> optax.GradientTransformation:
+    """Lion with a low-rank momentum at matrices; embedding and norms as in Lion."""
+    momentum = lro.galore_project(
+        lro.lion_momentum(), _tracker("subspace", s, params), lift=lro.sign_lift()
+    )
+    parts = [momentum, optax.scale_by_sign()]
+    if s.decay:
+        parts.append(optax.add_decayed_weights(s.decay))
+    return optax.chain(*parts, optax.scale_by_learning_rate(s.rate))
 
 
 def _sketched(method: str, extra: float, amplitude: float = 1.0, **options: Any) -> Any:
@@ -149,8 +179,7 @@ def _flora(s: Setting, params: Any) -> optax.GradientTransformation:
 
 def _adafactor(s: Setting, params: Any) -> optax.GradientTransformation:
     del params
-    if s.decay:
-        raise ValueError("adafactor's decay knows no learning rate, so it is not compared")
+    assert not s.decay, "Adafactor's decay knows no learning rate"
     return optax.adafactor(s.rate, min_dim_size_to_factor=32)
 
 
@@ -161,7 +190,7 @@ def _adamw(s: Setting, params: Any) -> optax.GradientTransformation:
 
 CONTENDERS: dict[str, Contender] = {
     "adamw": Contender(_adamw, 1.5e-3, ranked=False),
-    "adafactor": Contender(_adafactor, 2e-2, ranked=False, stacked=False),
+    "adafactor": Contender(_adafactor, 2e-2, ranked=False, stacked=False, decays=False),
     "muon": Contender(_muon, 2e-3, ranked=False, stacked=False),
     "contrib.galore": Contender(_contrib_galore, 1e-2, stacked=False),
     "galore svd keep": Contender(_ours("svd", moments="keep", scale=0.25), 1e-2),
@@ -185,6 +214,18 @@ CONTENDERS: dict[str, Contender] = {
     "sketched frozen": Contender(_sketched("frozen", 1.0), 7e-3, compact=True),
     "sketched keep": Contender(_sketched("random", 1.0, moments="keep"), 7e-3, compact=True),
     "sketched reset": Contender(_sketched("random", 1.0, moments="reset"), 7e-3, compact=True),
+    "ldadam": Contender(_ldadam, 5e-3),
+    "lion": Contender(_lion, 1e-3, compact=True),
+    "galore adaptive": Contender(
+        _ours("subspace", every=lro.adaptive_every(25, 200)), 5e-3, compact=True
+    ),
+    "galore int8 bases": Contender(_ours("subspace", dtype=jnp.int8), 5e-3, compact=True),
+    "galore bf16 bases": Contender(_ours("subspace", dtype=jnp.bfloat16), 5e-3, compact=True),
+    "galore int8 moments": Contender(_ours("subspace", bits=jnp.int8), 5e-3, compact=True),
+    "galore bf16 moments": Contender(_ours("subspace", bits=jnp.bfloat16), 5e-3, compact=True),
+    "sketched all int8": Contender(
+        _sketched("random", 1.0, bits=jnp.int8, dtype=jnp.int8), 7e-3, compact=True
+    ),
     "apollo": Contender(_ours("random", lambda s: lro.apollo_lift(), moments="keep"), 2e-3),
     "apollo-mini": Contender(
         lambda s, params: _ours("random", lambda s: lro.apollo_lift("tensor"), moments="keep")(
@@ -313,16 +354,24 @@ def run(
     def loss(params, tokens):
         return loss_of(_merged(frozen, params) if contender.adapters else params, tokens)
 
-    schedule = example("optimizers").make_schedule(rate, task.steps, task.steps // 20, "cosine")
-    tx = contender.make(Setting(schedule, rank, contender.every, task.decay, seed), params)
-    if task.clip:
-        tx = optax.chain(optax.clip_by_global_norm(task.clip), tx)
-    tx = optax.with_extra_args_support(tx)
-    state = jax.jit(tx.init)(params)
+    shape = example("optimizers").make_schedule(1.0, task.steps, task.steps // 20, "cosine")
+
+    def optimizer(peak):
+        setting = Setting(
+            lambda count: peak * shape(count), rank, contender.every, task.decay, seed
+        )
+        tx = contender.make(setting, params)
+        if task.clip:
+            tx = optax.chain(optax.clip_by_global_norm(task.clip), tx)
+        return optax.with_extra_args_support(tx)
+
+    state = jax.jit(optimizer(1.0).init)(params)
     compact = lro.compact_value_and_grad(loss)
 
+    # The rate is an argument, so that all rates share one compiled step.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, tokens):
+    def step(params, state, tokens, peak):
+        tx = optimizer(peak)
         if contender.compact:
             value, grads, bases = compact(params, tokens, opt_state=state)
             updates, state = tx.update(grads, state, params, bases=bases)
@@ -341,7 +390,7 @@ def run(
     for number in range(task.steps):
         tokens = corpus.batch(seed, number, task.batch)
         before = time.perf_counter(), time.process_time()
-        params, state, value = step(params, state, tokens)
+        params, state, value = step(params, state, tokens, rate)
         losses.append(float(value))
         wall.append(time.perf_counter() - before[0])
         cpu.append(time.process_time() - before[1])
