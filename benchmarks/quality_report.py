@@ -83,17 +83,24 @@ def draw(rows: dict[tuple[str, str], Any], path: pathlib.Path) -> None:
     best = set(line)
     axes.step(*zip(*line, strict=True), where="post", color="#999999", lw=1, zorder=0)
     plain = {e for e in finite if e[0] in ("adamw", "galore", "fira", "sketched", "contrib.galore")}
-    for entry, s in finite.items():
-        if entry in plain or (100 * s.state, s.mean) in best:
-            axes.annotate(
-                _label(entry),
-                (100 * s.state, s.mean),
-                textcoords="offset points",
-                xytext=(6, 4),
-                fontsize=8,
-            )
+    axes.set_xlim(0, 112)
+    labelled = [
+        (100 * s.state, s.mean, _label(entry))
+        for entry, s in finite.items()
+        if entry in plain or (100 * s.state, s.mean) in best
+    ]
+    taken: list[tuple[float, float]] = []
+    for x, y, text in sorted(labelled):
+        right, up = axes.transData.transform((x, y))
+        # Labels of neighbours one above the other.
+        while any(abs(right - r) < 110 and abs(up - u) < 13 for r, u in taken):
+            up += 4
+        taken.append((right, up))
+        place = axes.transData.inverted().transform((right, up))
+        axes.annotate(
+            text, place, textcoords="offset points", xytext=(7, 3), fontsize=8, va="baseline"
+        )
     axes.set_xlabel("optimizer state, % of AdamW's")
     axes.set_ylabel("validation loss, nats a byte")
-    axes.set_xlim(left=0)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
