@@ -21,7 +21,7 @@ from lowrank_optax._compact_targets import (
     view_of,
     wide,
 )
-from lowrank_optax._contract import wide_dtype
+from lowrank_optax._contract import place_like, wide_dtype
 from lowrank_optax._orthonormalize import orthonormalize, whiten
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View
 
@@ -78,7 +78,7 @@ def _resampled(targets: Sequence[CompactTarget]) -> list[Bases]:
     def one(static: tuple[View, str, int], basis: Array, key: Array, due: Array) -> Array:
         def fresh() -> Array:
             drawn = _subspace_methods.random_basis(key, *static, wide_dtype(basis))
-            return _storage.store(drawn, static[0], basis.dtype)
+            return place_like(_storage.store(drawn, static[0], basis.dtype), basis)
 
         return jax.lax.cond(due, fresh, lambda: basis)
 

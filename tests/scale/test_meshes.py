@@ -86,18 +86,13 @@ def optimizer(method="subspace"):
     )
 
 
-def steps_of(tx, params, state, steps, compact=False):
+def steps_of(tx, params, state, steps):
     """Losses, params and state of a scan, whose carry must keep its types, shardings included."""
 
     def step(carry, _):
         params, state = carry
-        if compact:
-            grad_fn = lro.compact_value_and_grad(loss_fn)
-            loss, gradients, bases = grad_fn(params, opt_state=state)
-            updates, state = tx.update(gradients, state, params, bases=bases)
-        else:
-            loss, gradients = jax.value_and_grad(loss_fn)(params)
-            updates, state = tx.update(gradients, state, params)
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(gradients, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
     (params, state), losses = jax.lax.scan(step, (params, state), length=steps)
@@ -176,14 +171,12 @@ def lifted_alone(name):
     return jax.tree.map(np.asarray, jax.jit(lambda p: steps_of(tx, p, tx.init(p), 5))(initial()))
 
 
-@pytest.mark.parametrize(
-    ("name", "compact"), [*((name, False) for name in LIFTS), ("sketched", True)]
-)
-def test_lifts_on_explicit_axes(name, compact):
+@pytest.mark.parametrize("name", LIFTS)
+def test_lifts_on_explicit_axes(name):
     mesh, tx = mesh_of("explicit"), lifted(name)
     with jax.set_mesh(mesh):
         params = placed(initial(), "fsdp_tp", mesh)
-        losses, result, _ = jax.jit(lambda p: steps_of(tx, p, tx.init(p), 5, compact))(params)
+        losses, result, _ = jax.jit(lambda p: steps_of(tx, p, tx.init(p), 5))(params)
     expected_losses, expected, _ = lifted_alone(name)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
     for path in PARAMS:
