@@ -84,7 +84,7 @@ def lion_momentum(b1: float = 0.9, b2: float = 0.99) -> optax.GradientTransforma
         >>> import jax.numpy as jnp, lowrank_optax as lro
         >>> tx = lro.lion_momentum()
         >>> updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-        >>> float(updates[0].round(3))
+        >>> print(f"{float(updates[0]):.1f}")
         0.1
     """
 
