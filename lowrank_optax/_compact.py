@@ -6,7 +6,6 @@ The gradient of a projected weight is never formed; its core comes out of the ba
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jaxtyping import Array
 
 from lowrank_optax._compact_loss import CompactLoss
@@ -15,9 +14,12 @@ from lowrank_optax._compact_targets import (
     CompactTarget,
     find_targets,
     main_product,
+    one_of,
     split_extra,
+    view_of,
     wide,
 )
+from lowrank_optax._storage import store_all
 from lowrank_optax._view import Bases
 
 
@@ -27,10 +29,13 @@ class CompactBases(NamedTuple):
     Attributes:
         bases: the bases of each target, by path.
         refreshed: for each target whether they are new, a boolean scalar.
+        directions: the extra directions that the lift of some targets asked for, by path; None if
+            none did.
     """
 
     bases: dict[str, Bases]
     refreshed: dict[str, Array]
+    directions: dict[str, Bases] | None = None
 
 
 def compact_value_and_grad(
@@ -107,9 +112,15 @@ def compact_value_and_grad(
         more = _check_extra(extra or {}, targets)
         if bases is None:
             current, new = refreshed_bases(loss)
+            directions = _drawn(targets, current) or None
         else:
-            current = [wide(bases.bases[path]) for path in paths]
+            current = [wide(bases.bases[t.plan.path], view_of(t)) for t in targets]
             new = [bases.refreshed[path] for path in paths]
+            directions = bases.directions
+        more = [
+            one_of(directions[path]) if directions and path in directions else given
+            for path, given in zip(paths, more, strict=True)
+        ]
         products = [[main_product(*row)] for row in zip(targets, current, more, strict=True)]
         value, aux, gradients, found = loss.value_and_products(products)
         compact = [
@@ -118,23 +129,45 @@ def compact_value_and_grad(
         ]
         value, grads = loss.results(value, aux, gradients, compact)
         stored = {
-            target.plan.path: jax.tree.map(lambda b, old: b.astype(old.dtype), used, target.bases)
+            target.plan.path: store_all(used, view_of(target), target.bases)
             for target, used in zip(targets, current, strict=True)
         }
-        return value, grads, CompactBases(stored, dict(zip(paths, new, strict=True)))
+        return value, grads, CompactBases(stored, dict(zip(paths, new, strict=True)), directions)
 
     return grad_fn
 
 
+def _drawn(targets: Sequence[CompactTarget], bases: Sequence[Bases]) -> dict[str, Bases]:
+    """The extra directions of this step, for the targets whose lift has a sketch."""
+    groups: dict[int, list[int]] = {}
+    for place, target in enumerate(targets):
+        if target.sketch is not None:
+            # Targets of one optimizer share its count and its sketch.
+            groups.setdefault(id(target.count), []).append(place)
+    directions = {}
+    for places in groups.values():
+        one = targets[places[0]]
+        assert one.sketch is not None
+        numbered = [(targets[place].number, targets[place].plan) for place in places]
+        drawn = one.sketch.draw(numbered, [bases[place] for place in places], one.count)
+        directions |= {leaf.path: q for (_, leaf), q in zip(numbered, drawn, strict=True)}
+    return directions
+
+
 def _check_extra(extra: dict[str, Array], targets: Sequence[CompactTarget]) -> list[Array | None]:
     """Extra directions in the order of targets, each of the shape that its side wants."""
-    known = {target.plan.path: target.plan for target in targets}
+    known = {target.plan.path: target for target in targets}
     for path, columns in extra.items():
         if path not in known:
             raise ValueError(
                 f"extra: {path!r} is no target; targets are {', '.join(map(repr, known))}"
             )
-        plan = known[path]
+        plan = known[path].plan
+        if known[path].sketch is not None:
+            raise ValueError(
+                f"extra: {path!r} has a lift that draws its own extra directions, which are in the "
+                "bases that come beside the gradients"
+            )
         if len(plan.sides) != 1 or plan.view is None:
             raise ValueError(f"extra: {path!r} has bases on both sides, which leave no room for it")
         expected = plan.view.basis_shape(plan.sides[0], columns.shape[-1])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lowrank_optax import _subspace_methods, _tree
+from lowrank_optax import _storage, _subspace_methods, _tree
 from lowrank_optax._compact_loss import CompactLoss
 from lowrank_optax._compact_targets import (
     ITERATED,
@@ -21,7 +21,7 @@ from lowrank_optax._compact_targets import (
     view_of,
     wide,
 )
-from lowrank_optax._contract import wide_dtype
+from lowrank_optax._contract import place_like, wide_dtype
 from lowrank_optax._orthonormalize import orthonormalize, whiten
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View
 
@@ -78,13 +78,14 @@ def _resampled(targets: Sequence[CompactTarget]) -> list[Bases]:
     def one(static: tuple[View, str, int], basis: Array, key: Array, due: Array) -> Array:
         def fresh() -> Array:
             drawn = _subspace_methods.random_basis(key, *static, wide_dtype(basis))
-            return drawn.astype(basis.dtype)
+            return place_like(_storage.store(drawn, static[0], basis.dtype), basis)
 
         return jax.lax.cond(due, fresh, lambda: basis)
 
     stored = [target.bases for target in targets]
     calls = [(s.static, (s.basis(stored), s.key, targets[s.target].due)) for s in sides]
-    return [wide(b) for b in _replaced(stored, sides, _tree.map_sharing(one, calls))]
+    new = _replaced(stored, sides, _tree.map_sharing(one, calls))
+    return [wide(b, view_of(target)) for b, target in zip(new, targets, strict=True)]
 
 
 def _start(targets: Sequence[CompactTarget], bases: Sequence[Bases]) -> list[Bases]:
@@ -154,8 +155,10 @@ def _accept(target: CompactTarget, due: Array, refined: Bases, last: Array) -> t
 
     def choose(new: Array, stored: Array) -> Array:
         # What update will store is what the last pass must project on.
-        rounded = jnp.where(last, new.astype(stored.dtype).astype(new.dtype), new)
-        return jnp.where(due, rounded, stored.astype(new.dtype))
+        view = view_of(target)
+        as_read = _storage.read(_storage.store(new, view, stored.dtype), view).astype(new.dtype)
+        before = _storage.read(stored, view).astype(new.dtype)
+        return jnp.where(due, jnp.where(last, as_read, new), before)
 
     return jax.tree.map(choose, refined, target.bases), due
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from lowrank_optax._compact_loss import CompactLoss
-from lowrank_optax._compact_targets import find_targets, main_product, wide
+from lowrank_optax._compact_targets import find_targets, main_product, view_of, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,9 @@ def compact_report(
         targets = find_targets(opt_state)
         uses.update({target.plan.path: [] for target in targets})
         loss = CompactLoss(loss_fn, args, kwargs, argnums, has_aux, targets)
-        products = [[main_product(target, wide(target.bases), None)] for target in targets]
+        products = [
+            [main_product(target, wide(target.bases, view_of(target)), None)] for target in targets
+        ]
         return loss.value_and_products(products, lambda use: uses[use[0]].append((use[1], use[2])))[
             0
         ]

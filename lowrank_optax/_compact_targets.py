@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from lowrank_optax import _subspace_methods
+from lowrank_optax import _storage, _subspace_methods
 from lowrank_optax._contract import wide_dtype
+from lowrank_optax._extra_directions import Sketch
 from lowrank_optax._factored import Factored, Product, ProductAxes
 from lowrank_optax._plan import LeafPlan
 from lowrank_optax._state import SubspaceState, TrackerState, find_states
@@ -31,6 +32,9 @@ class CompactTarget(NamedTuple):
         key: the PRNG key of this step.
         due: boolean scalar, whether a refresh is due.
         first: boolean scalar, whether none has been yet.
+        count: int32 scalar, updates so far.
+        number: the target's number in its plan.
+        sketch: the extra directions that the lift wants at each step, or None.
     """
 
     plan: LeafPlan
@@ -39,6 +43,9 @@ class CompactTarget(NamedTuple):
     key: Array
     due: Array
     first: Array
+    count: Array | int = 0
+    number: int = 0
+    sketch: Sketch | None = None
 
 
 def find_targets(opt_state: Any) -> list[CompactTarget]:
@@ -52,7 +59,7 @@ def find_targets(opt_state: Any) -> list[CompactTarget]:
                 "before one update"
             )
     trackers = [
-        tracker
+        (tracker, next(iter(find_states(state.lift_state, Sketch)), None))
         for state in find_states(opt_state, SubspaceState)
         for tracker in find_states(state.tracker_state, TrackerState)
     ]
@@ -63,8 +70,8 @@ def find_targets(opt_state: Any) -> list[CompactTarget]:
             "use jax.value_and_grad"
         )
     targets = []
-    for tracker in trackers:
-        plan = tracker.plan
+    for tracker, sketch in trackers:
+        plan, count = tracker.plan, tracker.tracker_count
         if plan.targets and plan.method in ("svd", "gram"):
             raise ValueError(
                 f"compact_value_and_grad: method={plan.method!r} needs the full gradient, which "
@@ -76,13 +83,13 @@ def find_targets(opt_state: Any) -> list[CompactTarget]:
                 "gradient, which here never exists; use jax.value_and_grad, or track with "
                 "lro.refresh_basis(...)"
             )
-        stored = tracker.encoders()
-        due = tracker.tracker_count >= tracker.next_refresh
+        stored = tracker.stored()
+        due = count >= tracker.next_refresh
         for number, (index, bases) in enumerate(zip(plan.targets, stored, strict=True)):
-            key = _subspace_methods.leaf_key(plan.seed, tracker.tracker_count, number)
+            key = _subspace_methods.leaf_key(plan.seed, count, number)
             first = tracker.refreshes[number] == 0
-            leaf = plan.leaves[index]
-            targets.append(CompactTarget(leaf, bases, plan.method, key, due[number], first))
+            facts = (plan.leaves[index], bases, plan.method, key, due[number], first)
+            targets.append(CompactTarget(*facts, count, number, sketch))
     return targets
 
 
@@ -91,12 +98,19 @@ def view_of(target: CompactTarget) -> View:
     return target.plan.view
 
 
-def wide(bases: Bases) -> Bases:
-    return jax.tree.map(lambda b: b.astype(wide_dtype(b)), bases)
+def wide(stored: Bases, view: View) -> Bases:
+    """Bases to compute with, from what is stored."""
+    return jax.tree.map(lambda b: b.astype(wide_dtype(b)), _storage.read_all(stored, view))
 
 
 def one_sided(side: str, basis: Array) -> Bases:
     return Bases(reduction=basis) if side == REDUCTION else Bases(output=basis)
+
+
+def one_of(bases: Bases) -> Array:
+    """The basis of the one side that has one."""
+    (basis,) = (b for b in bases if b is not None)
+    return basis
 
 
 def product_of(view: View, bases: Bases) -> Product:

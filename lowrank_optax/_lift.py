@@ -19,6 +19,12 @@ class LiftInput(NamedTuple):
         core: the gradient in the subspace.
         update: the inner optimizer's update, of the shape of ``core``, without decay.
         gradient: the leaf-shaped gradient, or None where it never existed.
+        gain: scalar, what the inner optimizer makes of a gradient of 1 that has no history:
+            minus the learning rate for a complete optimizer, positive for one that a
+            learning rate follows. None unless the lift asks for it.
+        directions: where the lift's state holds a :class:`Sketch`, the extra directions Q of
+            this step, orthonormal and orthogonal to the basis of the same side.
+        extra: the gradient's product with them, ``QᵀG`` or ``GQ``.
     """
 
     view: View
@@ -26,6 +32,9 @@ class LiftInput(NamedTuple):
     core: jax.Array
     update: jax.Array
     gradient: jax.Array | None
+    gain: jax.Array | None = None
+    directions: Bases | None = None
+    extra: jax.Array | None = None
 
 
 class Lift(NamedTuple):
@@ -39,6 +48,9 @@ class Lift(NamedTuple):
         needs_gradient: whether the full gradient is read.
         takes_signs: whether signs of entries are taken after the lift, so that an inner
             optimizer which does so inside the subspace is no mistake.
+        needs_gain: whether :attr:`LiftInput.gain` is read.
+        check_inner: raises where the inner optimizer, None for a filter, does not suit; called at
+            ``init`` with it and with the shapes of the cores.
     """
 
     name: str
@@ -46,6 +58,8 @@ class Lift(NamedTuple):
     update: Callable[[Sequence[LiftInput], Any], tuple[list[jax.Array], Any]]
     needs_gradient: bool = False
     takes_signs: bool = False
+    needs_gain: bool = False
+    check_inner: Callable[[Any, Any], None] = lambda inner, cores: None
 
 
 def subspace_lift() -> Lift:

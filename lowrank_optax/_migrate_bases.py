@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from lowrank_optax import _reencode, _subspace_methods
+from lowrank_optax import _reencode, _storage, _subspace_methods
 from lowrank_optax._contract import place_like, wide_dtype
 from lowrank_optax._orthonormalize import gram, orthonormalize, times
 from lowrank_optax._plan import LeafPlan
@@ -148,6 +148,7 @@ def _carry_tracker(
 ) -> TrackerState:
     plan = fresh.plan
     next_refresh, refreshes = list(fresh.next_refresh), list(fresh.refreshes)
+    intervals = None if fresh.intervals is None else list(fresh.intervals)
     encoders, decoders = [], []
     for number, (index, start) in enumerate(zip(plan.targets, fresh.encoders(), strict=True)):
         leaf = plan.leaves[index]
@@ -161,20 +162,30 @@ def _carry_tracker(
             bases = _kept_bases(kept, new)
             refreshes[number] = kept.tracker.refreshes[kept.number]
             next_refresh[number] = _due(kept, plan.method == "frozen")
+            if intervals is not None and kept.tracker.intervals is not None:
+                intervals[number] = kept.tracker.intervals[kept.number]
             same = kept.space.leaf is not None and kept.space.leaf.rank == leaf.rank
             if same and kept.space.is_nested(new):
                 lifts = kept.decoders
         encoders.append(bases)
         # Arrays of their own, since a donated buffer may be given only once.
         decoders.append(jax.tree.map(jnp.copy, bases if lifts is None else lifts))
+    stored = [
+        _storage.store_all(bases, view, like)
+        for bases, view, like in zip(
+            encoders, [plan.leaves[i].view for i in plan.targets], fresh.stored(), strict=True
+        )
+        if view is not None
+    ]
     counts = [t.tracker_count for t in trackers] or ([] if steps is None else [steps])
-    reduction, output = with_bases(plan, fresh.reduction_basis, fresh.output_basis, encoders)
+    reduction, output = with_bases(plan, fresh.reduction_basis, fresh.output_basis, stored)
     state = fresh._replace(
         tracker_count=counts[0] if counts else fresh.tracker_count,
         next_refresh=jnp.stack(next_refresh),
         refreshes=jnp.stack(refreshes),
         reduction_basis=reduction,
         output_basis=output,
+        intervals=None if intervals is None else jnp.stack(intervals),
     )
     if fresh.reduction_decoder is None:
         return state

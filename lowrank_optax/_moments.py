@@ -53,22 +53,26 @@ def _is_namedtuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def _map_moments(fn: Callable[..., Any], state: Any, *rest: Any) -> Any:
+def map_moments(fn: Callable[..., Any], state: Any, *rest: Any) -> Any:
     """Applies ``fn`` to every state NamedTuple that has moments, through any wrapper."""
+    if hasattr(state, "opened"):
+        # Moments in few bits, which are worked on in full.
+        moved = map_moments(fn, state.opened(), *(node.opened() for node in rest))
+        return state.closed(moved)
     if _is_namedtuple(state):
         roles = field_roles(state)
         moved = fn(state, *rest) if roles else state
         # A state with moments of its own may hold another's, as that of optax.MultiSteps does.
         others = {
-            field: _map_moments(fn, *(getattr(node, field) for node in (state, *rest)))
+            field: map_moments(fn, *(getattr(node, field) for node in (state, *rest)))
             for field in state._fields
             if field not in roles
         }
         return moved._replace(**others)
     if isinstance(state, tuple | list):
-        return type(state)(_map_moments(fn, *parts) for parts in zip(state, *rest, strict=True))
+        return type(state)(map_moments(fn, *parts) for parts in zip(state, *rest, strict=True))
     if isinstance(state, dict):
-        return {k: _map_moments(fn, v, *(r[k] for r in rest)) for k, v in state.items()}
+        return {k: map_moments(fn, v, *(r[k] for r in rest)) for k, v in state.items()}
     return state
 
 
@@ -286,7 +290,7 @@ def carry(
         def rotated(*nodes):
             return _rotate_node(change, rotations, count, *nodes)
 
-        return _map_moments(rotated, inner_state, *probed)
+        return map_moments(rotated, inner_state, *probed)
 
     return jax.lax.cond(jnp.any(change.refreshed), carried, lambda: inner_state)
 

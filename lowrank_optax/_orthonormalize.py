@@ -61,6 +61,13 @@ def dual(basis: Float[Array, "*rows r"], batch_ndim: int = 0) -> Float[Array, "*
     return times(basis, inverse(squares + floor[..., None, None] * identity), batch_ndim)
 
 
+def orthogonal_to(
+    basis: Float[Array, "*rows r"], x: Float[Array, "*rows k"], batch_ndim: int = 0
+) -> Float[Array, "*rows k"]:
+    """``x − P Pᵀx``: the part of thin matrices outside the span of an orthonormal basis."""
+    return x - times(basis, gram(basis, x, batch_ndim), batch_ndim)
+
+
 def _normalized(y: Float[Array, "..."], batch_ndim: int) -> Float[Array, "..."]:
     """``y`` with its largest entry at 1, so that squares neither overflow nor vanish."""
     largest = jnp.max(jnp.abs(y), axis=tuple(range(batch_ndim, y.ndim)), keepdims=True)
@@ -148,8 +155,7 @@ def orthonormalize(
         q = whiten(q, batch_ndim, well_conditioned=number > 0)
         deficit = identity - gram(q, q, batch_ndim)
         deficit = jnp.matmul(deficit, deficit, precision=REFRESH_PRECISION)
-        outside = fill - times(q, gram(q, fill, batch_ndim), batch_ndim)
-        return q + times(outside, deficit, batch_ndim)
+        return q + times(orthogonal_to(q, fill, batch_ndim), deficit, batch_ndim)
 
     # After the first pass the columns are well conditioned and nothing more is filled; each
     # further one squares what is left of the error, and the last absorbs the worst case of a

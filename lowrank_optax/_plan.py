@@ -18,6 +18,7 @@ import numpy as np
 
 from lowrank_optax import _layouts, _target, _tree
 from lowrank_optax._layouts import Kind
+from lowrank_optax._storage import read_all
 from lowrank_optax._target import Target, Targets
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View, make_view
 
@@ -115,31 +116,39 @@ class Plan:
                 f"params with {len(self.leaves)}; call init on the params that you update"
             )
 
-    def bases(self, reduction: Any, output: Any) -> list[Bases]:
-        """Pairs up the bases of two sparse trees, one entry for each target."""
+    def stored_bases(self, reduction: Any, output: Any) -> list[Bases]:
+        """Pairs up the bases of two sparse trees as stored, one entry for each target."""
         left, right = _tree.by_path(reduction), _tree.by_path(output)
         paths = [self.leaves[index].path for index in self.targets]
         return [Bases(left.get(path), right.get(path)) for path in paths]
 
-
-def _flatten_plan(plan: Plan) -> tuple[tuple[()], Plan]:
-    return (), plan
-
-
-def _unflatten_plan(plan: Plan, _: Any) -> Plan:
-    return plan
+    def bases(self, reduction: Any, output: Any) -> list[Bases]:
+        """The bases of each target, in a float dtype, from two sparse trees of stored ones."""
+        views = [self.leaves[index].view for index in self.targets]
+        stored = self.stored_bases(reduction, output)
+        return [read_all(b, view) for b, view in zip(stored, views, strict=True) if view]
 
 
-jax.tree_util.register_pytree_node(Plan, _flatten_plan, _unflatten_plan)
+_STATIC: list[type] = []
+
+
+def register_static(kind: type) -> None:
+    """Makes a hashable class a pytree node without leaves, which an optimizer state may hold."""
+    _STATIC.append(kind)
+    jax.tree_util.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node)
+
+
+register_static(Plan)
 
 
 def _register_with_flax() -> None:
-    """Lets ``flax.serialization`` pass over plans, where Flax is in use."""
+    """Lets ``flax.serialization`` pass over static nodes, where Flax is in use."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is None:
         return
-    with contextlib.suppress(ValueError):  # registered before
-        serialization.register_serialization_state(Plan, lambda _: {}, lambda plan, _: plan)
+    for kind in _STATIC:
+        with contextlib.suppress(ValueError):  # registered before
+            serialization.register_serialization_state(kind, lambda _: {}, lambda node, _: node)
 
 
 def _resolve_rank(rank: _target.Rank, view: View, path: str) -> int:

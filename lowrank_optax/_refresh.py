@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowrank_optax import _subspace_methods, _target, _tracker, _tree
+from lowrank_optax import _storage, _subspace_methods, _target, _tracker, _tree
+from lowrank_optax._adaptive import AdaptiveEvery, subspace_overlap
 from lowrank_optax._contract import place_like
 from lowrank_optax._plan import Plan, make_plan
 from lowrank_optax._target import Rank, Targets
@@ -25,7 +26,7 @@ def _check_not_compact(plan: Plan, gradients: list[Any]) -> None:
 
 def refresh_basis(
     rank: Rank = 128,
-    every: Every = 200,
+    every: Every | AdaptiveEvery = 200,
     *,
     method: str = "subspace",
     side: str = "smaller",
@@ -51,7 +52,8 @@ def refresh_basis(
         rank: columns of each basis, an int; or a float in (0, 1], a fraction of each
             matrix's smaller side. A leaf whose rank reaches its smaller side is trained
             full-rank and stores no basis.
-        every: steps between two refreshes of a leaf, an int or a schedule of the step.
+        every: steps between two refreshes of a leaf, an int, a schedule of the step, or
+            :func:`adaptive_every`.
         method: ``"subspace"`` (default), warm-started block subspace iteration;
             ``"svd"``, the exact singular vectors, slow; ``"gram"``, the eigenvectors of
             the smaller Gram matrix; ``"random"``, a fresh random subspace at each
@@ -64,7 +66,8 @@ def refresh_basis(
             a pytree of ``Target | None``; or a callable ``(path, leaf) -> Target | None``.
         stagger: spread the refreshes of different leaves over the interval, so that no
             step pays for all. The first refresh is common.
-        dtype: dtype in which bases are stored.
+        dtype: dtype in which bases are stored: a float, or ``jnp.int8``, a quarter of
+            float32's bytes, which leaves columns about 1 % from orthonormal.
         seed: seed of the random starts. No key is kept in the state.
 
     Returns:
@@ -88,52 +91,88 @@ def refresh_basis(
         <https://arxiv.org/abs/2403.03507>`_, 2024
     """
     _target.check_rank(rank, "refresh_basis: rank")
+    adaptive = every if isinstance(every, AdaptiveEvery) else None
+    shortest = every.initial if isinstance(every, AdaptiveEvery) else every
     _tracker.check_every(
-        "refresh_basis", every, 'for a basis that never changes use method="frozen"'
+        "refresh_basis", shortest, 'for a basis that never changes use method="frozen"'
     )
     _target.check_choice("refresh_basis: method", method, _subspace_methods.METHODS)
     _target.check_choice("refresh_basis: side", side, _target.SIDES)
-    dtype = _tracker.check_dtype("refresh_basis", dtype)
+    dtype = jnp.dtype(dtype)
+    _storage.check_dtype(dtype)
 
     def init_fn(params: Any) -> Any:
         plan = make_plan(params, targets, rank, side).tracked(method, seed)
-        return _tracker.start_state(plan, params, _tracker.random_start(plan, seed, dtype))
+        state = _tracker.start_state(plan, params, _tracker.random_start(plan, seed, dtype))
+        if adaptive is None:
+            return state
+        return state._replace(intervals=jnp.full_like(state.refreshes, adaptive.initial))
 
-    def following(count, plan):
+    def following(count, plan, intervals, first):
         """The next step at which each target is due, if it is refreshed now."""
         if method == "frozen":
             return jnp.full(len(plan.targets), NEVER, jnp.int32)
-        period = _tracker.interval(every, count)
+        period = _tracker.interval(shortest, count)
         offsets = jnp.zeros(len(plan.targets), jnp.int32)
         if stagger:
             # Target i of n waits for i * period // n steps; in parts, lest the product overflow.
             number, total = jnp.arange(len(plan.targets), dtype=jnp.int32), len(plan.targets)
             offsets = period // total * number + period % total * number // total
+        if adaptive is not None:
+            return count + intervals + jnp.where(first, offsets, 0)
         # A refresh that had to be retried does not move the grid.
         return count + period - (count - offsets) % period
 
     def refresh_one(static, basis, gradient, key, first, due):
-        """The new bases of one target, and whether it has them."""
+        """The new bases of one target as stored, and whether it has them."""
         view, sides = static
 
         def refresh():
             bases = {side: getattr(basis, side) for side in sides}
             fresh = {
                 side: _subspace_methods.new_basis(
-                    method, gradient, view, side, old, jax.random.fold_in(key, number), first
-                ).astype(old.dtype)
+                    method,
+                    gradient,
+                    view,
+                    side,
+                    _storage.read(old, view),
+                    jax.random.fold_in(key, number),
+                    first,
+                )
                 for number, (side, old) in enumerate(bases.items())
             }
             usable = (method == "random") | _subspace_methods.is_usable(gradient)
             for new in fresh.values():
                 usable &= jnp.all(jnp.isfinite(new))
             kept = {
-                side: jnp.where(usable, place_like(fresh[side], old), old)
+                side: jnp.where(
+                    usable, place_like(_storage.store(fresh[side], view, old.dtype), old), old
+                )
                 for side, old in bases.items()
             }
             return Bases(**kept), usable
 
         return jax.lax.cond(due, refresh, lambda: (basis, jnp.zeros([], bool)))
+
+    def overlap(view, new, old):
+        return subspace_overlap(view, _storage.read_all(new, view), _storage.read_all(old, view))
+
+    def scheduled(plan, new, old, done, state):
+        """The counters after the targets of ``done`` got new bases."""
+        intervals, first = state.intervals, state.refreshes == 0
+        if adaptive is not None:
+            calls = [
+                (plan.leaves[index].view, pair)
+                for index, pair in zip(plan.targets, zip(new, old, strict=True), strict=True)
+            ]
+            overlaps = jnp.stack(_tree.map_sharing(overlap, calls))
+            intervals = jnp.where(done, adaptive.following(intervals, overlaps, first), intervals)
+        due = following(state.tracker_count, plan, intervals, first)
+        next_refresh = jnp.where(done, due, state.next_refresh)
+        return next_refresh, state.refreshes + done.astype(jnp.int32), intervals
+
+    def unscheduled(state):
+        return state.next_refresh, state.refreshes, state.intervals
 
     def refresh_all(plan, gradients, bases, state):
         count = state.tracker_count
@@ -152,28 +191,25 @@ def refresh_basis(
                 )
                 calls.append(((leaf.view, leaf.sides), arguments))
             results = _tree.map_sharing(refresh_one, calls)
-            done = jnp.stack([done for _, done in results])
-            return (
-                [new for new, _ in results],
-                jnp.where(done, following(count, plan), state.next_refresh),
-                state.refreshes + done.astype(jnp.int32),
-            )
-
-        def keep():
-            return bases, state.next_refresh, state.refreshes
+            new, done = [new for new, _ in results], jnp.stack([done for _, done in results])
+            return new, scheduled(plan, new, bases, done, state)
 
         # One scalar predicate around everything: nothing is even read between refreshes.
-        return jax.lax.cond(jnp.any(due), refresh, keep)
+        return jax.lax.cond(jnp.any(due), refresh, lambda: (bases, unscheduled(state)))
 
-    def accept(plan, given, state):
+    def accept(plan, given, old, state):
         """Takes over bases that the backward pass refreshed."""
         paths = [plan.leaves[index].path for index in plan.targets]
-        done = jnp.stack([given.refreshed[path] for path in paths])
-        return (
+        new, done = (
             [given.bases[path] for path in paths],
-            jnp.where(done, following(state.tracker_count, plan), state.next_refresh),
-            state.refreshes + done.astype(jnp.int32),
+            jnp.stack([given.refreshed[path] for path in paths]),
         )
+        counters = jax.lax.cond(
+            jnp.any(done),
+            lambda: scheduled(plan, new, old, done, state),
+            lambda: unscheduled(state),
+        )
+        return new, counters
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, *, bases: Any = None, **extra_args: Any
@@ -187,13 +223,14 @@ def refresh_basis(
         count: Any = optax.safe_increment(state.tracker_count)
         if not plan.targets:
             return updates, state._replace(tracker_count=count, plan=plan)
+        old = state.stored()
         if bases is not None:
-            current, next_refresh, refreshes = accept(plan, bases, state)
+            current, counters = accept(plan, bases, old, state)
         else:
             gradients = [_tree.unbox(leaf) for leaf in leaves]
             _check_not_compact(plan, gradients)
-            old = plan.bases(state.reduction_basis, state.output_basis)
-            current, next_refresh, refreshes = refresh_all(plan, gradients, old, state)
+            current, counters = refresh_all(plan, gradients, old, state)
+        next_refresh, refreshes, intervals = counters
         reduction_basis, output_basis = _tracker.with_bases(
             plan, state.reduction_basis, state.output_basis, current
         )
@@ -204,6 +241,7 @@ def refresh_basis(
             refreshes=refreshes,
             reduction_basis=reduction_basis,
             output_basis=output_basis,
+            intervals=intervals,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

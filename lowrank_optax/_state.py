@@ -23,6 +23,8 @@ class TrackerState(NamedTuple):
         reduction_decoder: likewise, the matrices that lift where they are not the bases that
             project; None where these do both.
         output_decoder: likewise for the output side.
+        intervals: int32 of the number of targets, the current interval of each where
+            :func:`adaptive_every` decides it, else None.
     """
 
     plan: Plan
@@ -33,6 +35,11 @@ class TrackerState(NamedTuple):
     output_basis: Any
     reduction_decoder: Any = None
     output_decoder: Any = None
+    intervals: jax.Array | None = None
+
+    def stored(self) -> list[Bases]:
+        """The bases of each target as they are stored."""
+        return self.plan.stored_bases(self.reduction_basis, self.output_basis)
 
     def encoders(self) -> list[Bases]:
         """What projects: the bases of each target."""

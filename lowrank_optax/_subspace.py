@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowrank_optax import _metrics, _moments, _probe, _target, _tree
+from lowrank_optax import _gain, _metrics, _moments, _probe, _target, _tree
 from lowrank_optax._contract import place_like, wide_dtype
+from lowrank_optax._extra_directions import sketched_products
 from lowrank_optax._lift import Lift, LiftInput, subspace_lift
 from lowrank_optax._nonlinearity import Nonlinearity
 from lowrank_optax._plan import LeafPlan, Plan
@@ -147,6 +148,7 @@ def subspace_optimizer(
         tracker_state = track.init(params)
         tracker = _tracker_state(name, tracker_state)
         cores = _zero_cores(tracker.plan, tracker, params)
+        chosen_lift.check_inner(optimizer, cores)
         inner_state = None if optimizer is None else optimizer.init(cores)
         if tracker.plan.targets and not chosen_lift.takes_signs:
             _warn_of_signs(name, inner_state)
@@ -179,10 +181,12 @@ def subspace_optimizer(
         decay = [None if c is None else (c.reshape(()), core_param) for c, core_param in pairs]
         return updates, decay, state
 
-    def lift_all(plan, bases, gradients, cores, inner_updates, decay, weights, lift_state):
+    def lift_all(
+        plan, bases, gradients, cores, inner_updates, decay, gains, sketched, weights, lift_state
+    ):
         """Full-sized updates of the low-rank targets: scaled lift, then unscaled decay."""
         inputs = []
-        for index, basis in zip(plan.targets, bases, strict=True):
+        for number, (index, basis) in enumerate(zip(plan.targets, bases, strict=True)):
             update = inner_updates[index]
             if decay[index] is not None:
                 coefficient, core_param = decay[index]
@@ -196,7 +200,10 @@ def subspace_optimizer(
                         "lift that works in the subspace, such as lro.subspace_lift()"
                     )
                 gradient = None
-            inputs.append(LiftInput(leaf.view, basis, cores[index], update, gradient))
+            gain = None if gains[index] is None else gains[index].reshape(())
+            inputs.append(
+                LiftInput(leaf.view, basis, cores[index], update, gradient, gain, *sketched[number])
+            )
         lifted, lift_state = chosen_lift.update(inputs, lift_state)
         updates = {}
         for index, update in zip(plan.targets, lifted, strict=True):
@@ -256,12 +263,18 @@ def subspace_optimizer(
                 before.tracker_count,
                 inner_args,
             )
+        gains = [None] * len(plan.leaves)
+        if chosen_lift.needs_gain and plan.targets:
+            gains = _arrays(_gain.gains(optimizer, inner_state, cores, inner_args))
         # inner
         inner_updates, decay, inner_state = run_inner(
             cores, inner_state, params, plan, bases, inner_args
         )
         # lift
         inner_leaves, weights = _arrays(inner_updates), _arrays(params)
+        sketched = sketched_products(
+            state.lift_state, plan, bases, gradients, before.tracker_count, extra_args.get("bases")
+        )
         lifted, lift_state = lift_all(
             plan,
             decoders,
@@ -269,6 +282,8 @@ def subspace_optimizer(
             _arrays(cores),
             inner_leaves,
             decay,
+            gains,
+            sketched,
             weights,
             state.lift_state,
         )

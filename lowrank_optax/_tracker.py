@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_optax import _subspace_methods, _target, _tree
+from lowrank_optax import _storage, _subspace_methods, _target, _tree
 from lowrank_optax._contract import wide_dtype
 from lowrank_optax._plan import Plan
 from lowrank_optax._state import TrackerState
@@ -46,11 +46,12 @@ def random_start(plan: Plan, seed: int, dtype: jnp.dtype) -> list[Bases]:
         leaf = plan.leaves[index]
         # Step -1, so that the start differs from what step 0 draws.
         key = _subspace_methods.leaf_key(seed, np.uint32(NEVER), number)
+        assert leaf.view is not None
         sides = {
-            side: make(key, leaf.view, side, leaf.rank, wide_dtype(dtype)).astype(dtype)
-            for side in leaf.sides
+            side: make(key, leaf.view, side, leaf.rank, wide_dtype(dtype)) for side in leaf.sides
         }
-        start.append(Bases(**sides))
+        stored = {side: _storage.store(basis, leaf.view, dtype) for side, basis in sides.items()}
+        start.append(Bases(**stored))
     return start
 
 

@@ -10,7 +10,8 @@ import string
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
 
 from lowrank_optax._contract import REFRESH_PRECISION, STEP_PRECISION, contract, place
 
@@ -125,6 +126,19 @@ class View:
             core = contract(f"{basis},{labels}->{full}", bases.reduction, core)
         return core
 
+    def spread(self, values: Float[Array, "..."], axes: Sequence[int]) -> Float[Array, "..."]:
+        """An array over some of the leaf's axes, with axes of length 1 for the others.
+
+        Args:
+            values: one number for each index of ``axes``.
+            axes: the leaf's axes that it has, in its order.
+
+        Returns:
+            An array that broadcasts against the leaf.
+        """
+        values = jnp.transpose(values, sorted(range(len(axes)), key=lambda i: axes[i]))
+        return jnp.expand_dims(values, [a for a in range(len(self.shape)) if a not in axes])
+
     def images(
         self,
         matrix: Float[Array, "..."],
@@ -153,7 +167,7 @@ class View:
             precision=precision,
         )
 
-    def place_basis(self, basis: Float[Array, "..."], side: str, leaf: Any) -> Array:
+    def place_basis(self, basis: Num[Array, "..."], side: str, leaf: Any) -> Array:
         """A basis on the mesh axes of its side of ``leaf``, its rank axis on every device."""
         labels = self._labels(self.batch_axes) + self._labels(self.side_axes(side)) + "z"
         return place(basis, labels, leaf, self._labels(range(len(self.shape))))

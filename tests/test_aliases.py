@@ -172,3 +172,55 @@ def test_constructor_errors_name_the_argument():
         lro.galore_adamw(0.1, 2, 0)
     with pytest.raises(ValueError, match="method='qr'"):
         lro.galore_adamw(0.1, 2, method="qr")
+
+
+@pytest.mark.parametrize("name", ["fira_adamw", "apollo_adamw"])
+def test_lifted_adamw_is_its_parts(name):
+    method, lift, moments = {
+        "fira_adamw": ("subspace", lro.fira_lift(1.5), "rotate"),
+        "apollo_adamw": ("random", lro.apollo_lift(limit=1.5), "keep"),
+    }[name]
+    parts = lro.galore_project(
+        optax.adamw(ARGUMENTS["learning_rate"], 0.8, 0.95, 1e-3, weight_decay=0.3),
+        lro.refresh_basis(2, 2, method=method),
+        scale=0.5,
+        lift=lift,
+        moments=moments,
+    )
+    _, updates = updates_of(relaxed(getattr(lro, name)(**ARGUMENTS, limit=1.5)))
+    _, expected = updates_of(relaxed(parts))
+    for path in PARAMS:
+        np.testing.assert_array_equal(updates[path], expected[path])
+
+
+@pytest.mark.parametrize("name", ["fira_adamw", "apollo_adamw"])
+def test_lifted_adamw_shares_the_arguments_of_galore_adamw(name):
+    shared = inspect.signature(lro.galore_adamw).parameters
+    mine = inspect.signature(getattr(lro, name)).parameters
+    own = {"fira_adamw": {"limit"}, "apollo_adamw": {"limit", "per"}}[name]
+    assert set(mine) - set(shared) == own
+    assert set(shared) - set(mine) == ({"method"} if name == "apollo_adamw" else set())
+    assert [n for n in mine if n not in own] == [n for n in shared if n in mine]
+    # Every argument arrives.
+    base = updates_of(relaxed(getattr(lro, name)(**ARGUMENTS)))[1]["w"]
+    changes = {
+        "side": "output",
+        "moments": "reset",
+        "mask": {"w": False, "bias": True},
+        "mu_dtype": jnp.bfloat16,
+        "seed": 3,
+        "targets": [("w", 3)],
+        "limit": None,
+        "method": "random",
+        "per": "tensor",
+    }
+    for option in set(changes) & set(mine):
+        changed = getattr(lro, name)(**(ARGUMENTS | {option: changes[option]}))
+        assert not np.array_equal(updates_of(relaxed(changed))[1]["w"], base), option
+
+
+def test_apollo_mini_keeps_next_to_nothing():
+    params = {"w": jnp.zeros((64, 64))}
+    tx = lro.apollo_adamw(1e-3, rank=1, per="tensor", targets=[("w", 1)])
+    # Two moments of a row, the basis, and the limiter.
+    assert lro.describe(tx, params).state_bytes < 4 * (2 * 64 + 64 + 16)

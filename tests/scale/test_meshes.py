@@ -146,6 +146,43 @@ def test_other_methods_on_explicit_axes(method):
         assert_same_training(jax.device_get(result), method)
 
 
+LIFTS = {
+    "fira": lro.fira_lift(),
+    "apollo": lro.apollo_lift(),
+    "sketched": lro.sketched_residual_lift(2, 1.5),
+}
+
+
+def lifted(name):
+    targets = {
+        k: t and lro.Target(t.rank, t.reduction_axis, t.output_axis) for k, t in TARGETS.items()
+    }
+    return lro.galore_project(
+        relaxed(optax.adamw(0.05, eps=1e-3, weight_decay=0.1)),
+        lro.refresh_basis(every=3, targets=targets, method="random"),
+        scale=0.5,
+        lift=LIFTS[name],
+    )
+
+
+@functools.cache
+def lifted_alone(name):
+    tx = lifted(name)
+    return jax.tree.map(np.asarray, jax.jit(lambda p: steps_of(tx, p, tx.init(p), 5))(initial()))
+
+
+@pytest.mark.parametrize("name", LIFTS)
+def test_lifts_on_explicit_axes(name):
+    mesh, tx = mesh_of("explicit"), lifted(name)
+    with jax.set_mesh(mesh):
+        params = placed(initial(), "fsdp_tp", mesh)
+        losses, result, _ = jax.jit(lambda p: steps_of(tx, p, tx.init(p), 5))(params)
+    expected_losses, expected, _ = lifted_alone(name)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
+    for path in PARAMS:
+        np.testing.assert_allclose(result[path], expected[path], atol=2e-3, err_msg=path)
+
+
 def spec(x):
     full = () if x.sharding is None else tuple(x.sharding.spec)
     return full + (None,) * (x.ndim - len(full))

@@ -1,0 +1,172 @@
+"""Validation loss of many optimizers on byte-level language modelling, each at its best rate.
+
+Every contender's learning rate is tuned over a grid of the same size with one seed, then three
+seeds run at the best rate. Results are appended to a file of JSON lines, and what is in it is not
+run again: the benchmark can be stopped at any time, run in pieces, and by several processes.
+
+  python benchmarks/quality.py run --budget-minutes 60 --threads 1
+  python benchmarks/quality.py run --only sketched --only adamw
+  python benchmarks/quality.py plan
+  python benchmarks/quality.py report --plot benchmarks/quality.png
+
+Jobs come in a fixed order, the most telling first. Stages:
+
+- ``small``: width 128, 4 layers, 400 steps of 8 × 128 bytes of the standard library's source; a
+  grid of five rates in steps of 2, up to two more where the best is at an end, then three seeds;
+- ``long``: the same for 1600 steps; ``large``: width 256, 6 layers; ``regularized``: with clipping
+  at 1 and weight decay 0.1; for the leading contenders of ``small`` and AdamW, at the best rate
+  there and at half and twice that;
+- ``english``: the text of a dictionary, likewise. It comes from a Debian package:
+
+    apt-get download dict-gcide && dpkg-deb -x dict-gcide_*.deb gcide
+    zcat gcide/usr/share/dictd/gcide.dict.dz | head -c 24000000 | tail -c 4000000 > english.txt
+    python benchmarks/quality.py run --english english.txt
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def limit_threads(threads: int, core: int | None) -> None:
+    """Keeps JAX to one thread. It reads this when it starts, so nothing may have imported it."""
+    if threads != 1:
+        return
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})
+
+
+def tasks(args: argparse.Namespace) -> dict[str, Any]:
+    """The stages that can run."""
+    from contenders import Task
+
+    small = Task(**args.task)
+    changed = dataclasses.replace
+    found = {
+        "small": small,
+        "long": changed(small, steps=4 * small.steps),
+        "large": changed(small, width=2 * small.width, layers=small.layers * 3 // 2),
+        "regularized": changed(small, clip=1.0, decay=0.1),
+    }
+    if args.english:
+        found["english"] = changed(small, corpus=args.english)
+    return found
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs pending jobs until none is left or the time is up."""
+    import jax
+
+    import contenders
+    import harness
+    import quality_jobs as jobs
+
+    # All rates of one contender share a compiled step, also between processes.
+    jax.config.update("jax_compilation_cache_dir", str(args.results.with_suffix(".cache")))
+
+    stages = {n: t for n, t in tasks(args).items() if not args.stage or n in args.stage}
+    claims, deadline = jobs.Claims(args.results), time.monotonic() + 60 * args.budget_minutes
+    longest = 0.0
+    while time.monotonic() + longest < deadline:
+        results, taken = jobs.load(args.results), set()
+        while True:
+            job = next(jobs.pending(results, stages, args.only, taken), None)
+            if job is None or claims.take(job):
+                break
+            taken.add(job.key)
+        if job is None:
+            print("nothing left to start")
+            return
+        # Another process may have finished it since.
+        if job.key in jobs.load(args.results):
+            claims.drop(job)
+            continue
+        task, began = stages[job.stage], time.monotonic()
+        rank = task.width // jobs.FRACTIONS[job.fraction] if job.fraction else 0
+        try:
+            result = contenders.run(job.name, task, rank, job.rate, job.seed)
+            row = {"key": job.key} | dataclasses.asdict(job) | result
+            row |= {
+                "task": dataclasses.asdict(task) | {"corpus": pathlib.Path(task.corpus).name},
+                "threads": args.threads,
+                "load": os.getloadavg()[0],
+                "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "on": harness.versions("jax", "optax"),
+            }
+            with args.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        finally:
+            claims.drop(job)
+        longest = max(longest, time.monotonic() - began)
+        loss = "diverged" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
+        print(f"{job.key}: {loss}, {row['seconds']:.0f} s", flush=True)
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Prints what would run next, as far as it is known."""
+    import quality_jobs as jobs
+
+    results = jobs.load(args.results)
+    following = list(jobs.pending(results, tasks(args), args.only, set()))
+    print(f"{len(results)} runs are done; known to follow: {len(following)}")
+    for job in following:
+        print(job.key)
+
+
+def report(args: argparse.Namespace) -> None:
+    """Prints a table for each stage and draws the plot."""
+    import quality_jobs as jobs
+    import quality_report
+
+    results = jobs.load(args.results)
+    stages = ("small", "long", "large", "regularized", "english")
+    found = {
+        stage: {e: s for e in jobs.entries() if (s := jobs.summary(results, stage, e)) is not None}
+        for stage in stages
+    }
+    for stage, rows in found.items():
+        if rows:
+            print(f"## {stage}\n\n{quality_report.stage_table(rows)}\n")
+    if args.plot:
+        quality_report.draw(found["small"], args.plot)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["run", "plan", "report"])
+    parser.add_argument(
+        "--results", type=pathlib.Path, default=HERE / "quality.jsonl", help="file of JSON lines"
+    )
+    parser.add_argument("--only", action="append", default=[], help="a contender; may be repeated")
+    parser.add_argument("--stage", action="append", default=[], help="a stage; may be repeated")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=1e6, help="start no job that ends later"
+    )
+    parser.add_argument("--threads", type=int, choices=[0, 1], default=0, help="1 for one thread")
+    parser.add_argument("--core", type=int, help="with --threads 1, the core to stay on")
+    parser.add_argument("--english", default="", help="file with the English text")
+    parser.add_argument(
+        "--task", type=json.loads, default={}, help='changes of the small task, {"steps": 20}'
+    )
+    parser.add_argument("--plot", type=pathlib.Path, help="where to draw the plot")
+    args = parser.parse_args()
+    sys.path.insert(0, str(HERE))
+    limit_threads(args.threads, args.core)
+    {"run": run, "plan": plan, "report": report}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""How bases are stored: as they are, rounded to a narrower float, or in 8 bits.
+
+The columns of a basis have norm 1, so an 8-bit column needs no scale beside it: whatever
+integers stand for it, dividing by their norm gives the column back.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from lowrank_optax._view import Bases, View
+
+_LARGEST = 127
+
+
+def check_dtype(dtype: jnp.dtype) -> None:
+    """Raises ValueError unless bases can be stored in a dtype."""
+    if not (jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.int8):
+        raise ValueError(
+            f"refresh_basis: dtype={dtype.name} cannot hold a basis; use a float or int8"
+        )
+
+
+def _axes(x: Array, view: View) -> tuple[int, ...]:
+    return tuple(range(len(view.batch_axes), x.ndim - 1))
+
+
+def store(basis: Float[Array, "*rows r"], view: View, dtype: jnp.dtype) -> Array:
+    """A basis as it is stored."""
+    if dtype != jnp.int8:
+        return basis.astype(dtype)
+    largest = jnp.max(jnp.abs(basis), axis=_axes(basis, view), keepdims=True)
+    return jnp.round(_LARGEST * basis / largest).astype(dtype)
+
+
+def read(stored: Array, view: View) -> Float[Array, "*rows r"]:
+    """A basis from what is stored; floats stay in their dtype."""
+    if jnp.issubdtype(stored.dtype, jnp.floating):
+        return stored
+    columns = stored.astype(jnp.float32)
+    squares = jnp.sum(jnp.square(columns), axis=_axes(stored, view), keepdims=True)
+    return columns / jnp.sqrt(squares)
+
+
+def store_all(bases: Bases, view: View, like: Bases) -> Bases:
+    """The bases of one target in the dtypes of others."""
+    return jax.tree.map(lambda b, old: store(b, view, old.dtype), bases, like)
+
+
+def read_all(stored: Bases, view: View) -> Bases:
+    """The bases of one target from what is stored."""
+    return jax.tree.map(lambda b: read(b, view), stored)
