@@ -15,6 +15,7 @@ from lowrank_optax._metrics import Fidelity as Fidelity
 from lowrank_optax._metrics import Metrics as Metrics
 from lowrank_optax._metrics import metrics as metrics
 from lowrank_optax._refresh import refresh_basis as refresh_basis
+from lowrank_optax._sharding import state_shardings as state_shardings
 from lowrank_optax._state import SubspaceState as SubspaceState
 from lowrank_optax._state import TrackerState as TrackerState
 from lowrank_optax._subspace import galore_project as galore_project

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from lowrank_optax import _subspace_methods, _target, _tree
-from lowrank_optax._contract import place_like, wide_dtype
+from lowrank_optax._contract import explicit_spec, place_like, wide_dtype
 from lowrank_optax._plan import Plan, make_plan
 from lowrank_optax._state import TrackerState
 from lowrank_optax._target import Rank, Targets
@@ -51,7 +51,11 @@ def _initial_bases(
                 # Step -1, so that the start differs from what step 0 draws.
                 key = _subspace_methods.leaf_key(seed, np.uint32(_NEVER), number)
                 basis = make(key, leaf.view, side, leaf.rank, wide).astype(dtype)
-                leaves[index] = leaf.view.place_basis(basis, side, params[index])
+                basis = leaf.view.place_basis(
+                    basis, side, _tree.unbox(params[index]), spreading=True
+                )
+                axes = leaf.view.basis_axes(side)
+                leaves[index] = _tree.rebox_part(params[index], basis, axes, explicit_spec(basis))
         trees.append(_tree.sparse_tree(treedef, leaves))
     return trees
 
@@ -141,9 +145,7 @@ def refresh_basis(
         plan = make_plan(params, targets, rank, side).tracked(method, seed)
         leaves, treedef = _tree.flatten(params)
         if leaves:
-            reduction_basis, output_basis = _initial_bases(
-                plan, [_tree.unbox(leaf) for leaf in leaves], treedef, seed, dtype
-            )
+            reduction_basis, output_basis = _initial_bases(plan, leaves, treedef, seed, dtype)
         else:
             # An empty tree, or the placeholder of optax.tree_utils.tree_map_params.
             reduction_basis = output_basis = params
@@ -230,8 +232,12 @@ def refresh_basis(
         """Takes over bases that the backward pass refreshed."""
         paths = [plan.leaves[index].path for index in plan.targets]
         done = jnp.stack([given.refreshed[path] for path in paths])
+        old = plan.bases(state.reduction_basis, state.output_basis)
         return (
-            [given.bases[path] for path in paths],
+            [
+                jax.tree.map(place_like, given.bases[path], kept)
+                for path, kept in zip(paths, old, strict=True)
+            ],
             jnp.where(done, following(state.tracker_count, plan), state.next_refresh),
             state.refreshes + done.astype(jnp.int32),
         )

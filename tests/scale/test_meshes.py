@@ -159,16 +159,20 @@ def test_state_is_placed_like_the_weights_on_explicit_axes(compiled):
         params = placed(initial(), "fsdp_tp", mesh)
         state = (jax.jit(tx.init) if compiled else tx.init)(params)
         tracker, mu = state.tracker_state, optax.tree.get(state, "mu")
-        assert spec(tracker.reduction_basis["up"]) == ("fsdp", None)
-        assert spec(mu["up"]) == (None, "tp")
-        assert spec(tracker.output_basis["down"]) == ("fsdp", None)
-        assert spec(mu["down"]) == ("tp", None)
-        assert spec(tracker.reduction_basis["stack"]) == (None, "fsdp", None)
-        assert spec(tracker.output_basis["stack"]) == (None, "tp", None)
-        assert spec(mu["stack"]) == (None, None, None)
+        # The mesh axis of the array's own side comes first, then the one that would be idle.
+        assert spec(tracker.reduction_basis["up"]) == (("fsdp", "tp"), None)
+        assert spec(mu["up"]) == (None, ("tp", "fsdp"))
+        assert spec(tracker.output_basis["down"]) == (("fsdp", "tp"), None)
+        assert spec(mu["down"]) == (("tp", "fsdp"), None)
+        assert spec(tracker.reduction_basis["stack"]) == (None, ("fsdp", "tp"), None)
+        assert spec(tracker.output_basis["stack"]) == (None, ("tp", "fsdp"), None)
+        assert spec(mu["stack"]) == (None, None, None)  # three layers: nothing divides
         assert spec(tracker.output_basis["experts"]) == ("fsdp", "tp", None)
-        assert spec(mu["experts"]) == ("fsdp", None, None)
+        assert spec(mu["experts"]) == ("fsdp", "tp", None)
         assert spec(mu["bias"]) == ("tp",)
+        shardings = jax.tree.leaves(lro.state_shardings(tx, params))
+        for x, sharding in zip(jax.tree.leaves(state), shardings, strict=True):
+            assert sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
