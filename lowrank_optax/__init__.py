@@ -11,9 +11,12 @@ from lowrank_optax._describe import describe as describe
 from lowrank_optax._lift import Lift as Lift
 from lowrank_optax._lift import LiftInput as LiftInput
 from lowrank_optax._lift import subspace_lift as subspace_lift
+from lowrank_optax._memory_plan import MemoryPlan as MemoryPlan
+from lowrank_optax._memory_plan import memory_plan as memory_plan
 from lowrank_optax._metrics import Fidelity as Fidelity
 from lowrank_optax._metrics import Metrics as Metrics
 from lowrank_optax._metrics import metrics as metrics
+from lowrank_optax._model_shapes import ModelShape as ModelShape
 from lowrank_optax._refresh import refresh_basis as refresh_basis
 from lowrank_optax._sharding import state_shardings as state_shardings
 from lowrank_optax._state import SubspaceState as SubspaceState

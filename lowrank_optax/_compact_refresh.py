@@ -21,7 +21,7 @@ from lowrank_optax._compact_targets import (
     view_of,
     wide,
 )
-from lowrank_optax._contract import wide_dtype
+from lowrank_optax._contract import place_like, wide_dtype
 from lowrank_optax._orthonormalize import orthonormalize, whiten
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View
 
@@ -78,7 +78,7 @@ def _resampled(targets: Sequence[CompactTarget]) -> list[Bases]:
     def one(static: tuple[View, str, int], basis: Array, key: Array, due: Array) -> Array:
         def fresh() -> Array:
             drawn = _subspace_methods.random_basis(key, *static, wide_dtype(basis))
-            return drawn.astype(basis.dtype)
+            return place_like(drawn.astype(basis.dtype), basis)
 
         return jax.lax.cond(due, fresh, lambda: basis)
 
@@ -156,6 +156,7 @@ def _accept(
 
     def choose(new: Array, old: Array, stored: Array) -> Array:
         # What update will store is what the last pass must project on.
+        new, old = place_like(new, stored), place_like(old, stored)
         rounded = jnp.where(last, new.astype(stored.dtype).astype(new.dtype), new)
         return jnp.where(due, jnp.where(active, rounded, old), stored.astype(new.dtype))
 

@@ -102,6 +102,11 @@ def place_like(x: Array, like: Any) -> Array:
     return place(x, range(x.ndim), like)
 
 
+def type_sharding(x: Any) -> NamedSharding | None:
+    """The sharding in the type of ``x``, for a shape that stands for it."""
+    return _explicit_sharding(x)
+
+
 def explicit_spec(x: Any) -> PartitionSpec | None:
     """The partition spec in the type of ``x``; None where its mesh has no Explicit axes."""
     names = _explicit_names(x)

@@ -94,9 +94,9 @@ def rebox_part(box: Any, value: Any, axes: Sequence[int | None], names: Any = No
     made = rebox(box, value)
     if hasattr(made, "get_metadata"):
         metadata = made.get_metadata()
-        made.set_metadata(
-            **{name: part(metadata[name]) for name in _AXIS_NAMES if metadata.get(name)}
-        )
+        own = {name: part(metadata[name]) for name in _AXIS_NAMES if metadata.get(name)}
+        if own:
+            made.set_metadata(**own)
     return made
 
 
