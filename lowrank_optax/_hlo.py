@@ -78,7 +78,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
     return lines, entry
 
 
-def collectives(text: str) -> list[Collective]:
+def collectives(text: str, refreshing: bool = False) -> list[Collective]:
     """Every collective that one run of a compiled program executes.
 
     A branch counts as its cheapest alternative: in this library branches are refreshes, which few
@@ -86,7 +86,9 @@ def collectives(text: str) -> list[Collective]:
 
     Args:
         text: ``compiled.as_text()``.
+        refreshing: count branches as their costliest alternative instead.
     """
+    pick = max if refreshing else min
     lines, entry = _computations(text)
     done: dict[str, list[Collective]] = {}
 
@@ -105,11 +107,11 @@ def collectives(text: str) -> list[Collective]:
             branches = _BRANCHES.search(line)
             if branches:
                 names = [b.strip().lstrip("%") for b in branches[1].split(",")]
-                found.extend(min((of(b) for b in names), key=total))
+                found.extend(pick((of(b) for b in names), key=total))
                 continue
             called = _CALLED.findall(line)
             if "true_computation=" in line:
-                found.extend(min((of(c) for c in called), key=total))
+                found.extend(pick((of(c) for c in called), key=total))
                 continue
             trips = _TRIPS.search(line) if "body=" in line else None
             times = int(trips[1]) if trips else 1

@@ -49,6 +49,8 @@ def test_a_branch_counts_as_its_cheapest():
 
     text = compiled(branch, ((64, 24), P("x")))
     assert bytes_by_kind(collectives(text)).get("all-reduce", 0) <= 8
+    costliest = bytes_by_kind(collectives(text, refreshing=True))
+    assert costliest["all-reduce"] >= 24 * 24 * 4
 
 
 TEXT = """
