@@ -2,6 +2,7 @@
 
 from lowrank_optax import targets as targets
 from lowrank_optax._aliases import galore_adamw as galore_adamw
+from lowrank_optax._checkpoint import check_restorable as check_restorable
 from lowrank_optax._compact import CompactBases as CompactBases
 from lowrank_optax._compact import compact_value_and_grad as compact_value_and_grad
 from lowrank_optax._compact_report import CompactReport as CompactReport
