@@ -59,7 +59,7 @@ def prepare(args: argparse.Namespace) -> Experiment:
     """Resolves the options.
 
     Args:
-        args: what the parser returned.
+        args: what the parser returned, checked.
 
     Returns:
         The experiment.
@@ -67,7 +67,6 @@ def prepare(args: argparse.Namespace) -> Experiment:
     Raises:
         UserError: if they cannot be what the user wants.
     """
-    options.check(args)
     try:
         text = data.read_files(args.data) if args.data else data.standard_library()
         corpus = data.split(text, args.seq_len)
@@ -227,8 +226,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
         args: the options.
         console: where to print.
     """
-    if args.distributed:
-        jax.distributed.initialize()
+    options.check(args)
+    if args.distributed is not None:
+        jax.distributed.initialize(*args.distributed)
     # Of several processes one speaks.
     speaks = jax.process_index() == 0
     console.quiet = not speaks

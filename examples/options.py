@@ -55,6 +55,18 @@ def _mesh(text: str) -> dict[str, int]:
     return sizes
 
 
+def _process(text: str) -> tuple[str, int, int]:
+    address, *numbers = text.split(",")
+    if ":" in address and len(numbers) == 2 and all(number.isdecimal() for number in numbers):
+        count, number = map(int, numbers)
+        if number < count:
+            return address, count, number
+    raise argparse.ArgumentTypeError(
+        f"{text} is no process; give the address of the first one, how many there are, and the "
+        "number of this one from 0, such as node0:1234,2,0"
+    )
+
+
 def _rank(text: str) -> int | float:
     try:
         rank: int | float = int(text)
@@ -156,8 +168,11 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     )
     add(
         "--distributed",
-        action="store_true",
-        help="one of several processes, which TPU pods and Slurm start; needs --mesh",
+        type=_process,
+        nargs="?",
+        const=(),
+        metavar="HOST:PORT,COUNT,NUMBER",
+        help="be one of several processes; TPU pods and Slurm know which (needs --mesh)",
     )
 
     add = parser.add_argument_group("output").add_argument
@@ -202,7 +217,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(
             f"--warmup {args.warmup} leaves nothing of --steps {args.steps}: warm up for less"
         )
-    if args.distributed and args.mesh is None:
+    if args.distributed is not None and args.mesh is None:
         raise UserError("--distributed has no effect alone: add --mesh")
     for option in ("checkpoint", "log_dir"):
         _check_directory(_flag(option), getattr(args, option))

@@ -7,13 +7,9 @@ from lowrank_optax import _tree
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     paths, leaves, _ = _tree.flatten_with_paths(tree)
-    unboxed = [None if leaf is None else _tree.unbox(leaf) for leaf in leaves]
     # Orbax describes what has no arrays, such as a masked position, by entries without a shape.
-    return {
-        path: tuple(leaf.shape)
-        for path, leaf in zip(paths, unboxed, strict=True)
-        if getattr(leaf, "shape", None) is not None
-    }
+    shapes = [getattr(_tree.unbox(leaf), "shape", None) for leaf in leaves]
+    return {p: tuple(shape) for p, shape in zip(paths, shapes, strict=True) if shape is not None}
 
 
 def check_restorable(saved: Any, like: Any) -> None:

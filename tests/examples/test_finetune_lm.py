@@ -271,6 +271,7 @@ ERRORS = {
     "unknown axis": ("--mesh fspd=8", "--mesh: fspd=8 is no mesh"),
     "devices": ("--mesh fsdp=3", "--mesh wants 3 devices and there are 8"),
     "batch": ("--mesh fsdp=8", "splits a micro-batch of 4 over 8 devices"),
+    "no process": ("--mesh fsdp=8 --distributed a:1,2,2", "a:1,2,2 is no process; give the add"),
     "lone process": ("--distributed", "--distributed has no effect alone: add --mesh"),
     "no config": ("--checkpoint {tmp}/torn --resume", "has checkpoints but no readable config"),
     "damaged": ("--checkpoint {tmp}/damaged --resume", "cannot be restored"),
