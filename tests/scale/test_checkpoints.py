@@ -250,3 +250,9 @@ def test_a_state_of_another_rank_is_refused_by_update(run):
     restored = flax.serialization.from_bytes(other.init(PARAMS), data)
     with pytest.raises(ValueError, match=r"'layer/kernel': the state has a basis .* lro\.migrate"):
         other.update(params, restored, params)
+
+
+def test_metadata_without_shapes_is_no_answer(run):
+    (_, state), _ = run
+    with pytest.raises(TypeError, match=r"saved holds nothing with a shape; give the metadata"):
+        lro.check_restorable(None, state)
