@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+import lowrank_optax as lro
 from errors import UserError, one_line
 
 
@@ -104,14 +105,17 @@ class Checkpoints:
         placed = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or device), like
         )
+        manager = self._open()
         try:
-            restored = self._open().restore(step, args=ocp.args.StandardRestore(placed))
-        except (ValueError, TypeError, KeyError, OSError) as error:
+            with ocp.StandardCheckpointer() as reader:
+                saved = reader.metadata(self.directory / str(step) / "default").item_metadata.tree
+            # Orbax does not say which leaf it is that does not fit.
+            lro.check_restorable(saved, like)
+            restored = manager.restore(step, args=ocp.args.StandardRestore(placed))
+        except (AttributeError, ValueError, TypeError, KeyError, OSError) as error:
             raise UserError(
                 f"the checkpoint of step {step} in '{self.directory}' cannot be restored "
-                f"({one_line(error)[:200]}): choose another --checkpoint directory. A state of "
-                "another rank or other targets is restored as what it is, and then carried over by "
-                "lro.migrate(opt_state, old_tx, new_tx, params)"
+                f"({one_line(error)[:400]}): choose another --checkpoint directory"
             ) from error
         assert step is not None
         return step, restored
@@ -125,8 +129,12 @@ class Checkpoints:
         """
         manager = self._open()
         config = self.directory / "config.json"
-        if not config.exists():
-            config.write_text(json.dumps(self.config, indent=2) + "\n")
+        if jax.process_index() == 0 and not config.exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # Whole or not at all: a run killed while it writes must stay resumable.
+            unfinished = config.with_suffix(".json.tmp")
+            unfinished.write_text(json.dumps(self.config, indent=2) + "\n")
+            unfinished.replace(config)
         manager.save(step, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
 

@@ -7,6 +7,7 @@ two CPU cores. Nothing is downloaded.
   python examples/finetune_lm.py --optimizer galore --rank 16 --lr 5e-3 --describe
   python examples/finetune_lm.py --data book.txt --checkpoint runs/book
   python examples/finetune_lm.py --data book.txt --checkpoint runs/book --resume
+  python examples/finetune_lm.py --mesh fsdp=4,tp=2 --matrix-free
 """
 
 import argparse
@@ -30,6 +31,7 @@ import training
 from checkpointing import Checkpoints
 from decoder import DecoderConfig, functional, next_token_loss
 from errors import Interruption, UserError, one_line
+from placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ def prepare(args: argparse.Namespace) -> Experiment:
     """Resolves the options.
 
     Args:
-        args: what the parser returned.
+        args: what the parser returned, checked.
 
     Returns:
         The experiment.
@@ -65,7 +67,6 @@ def prepare(args: argparse.Namespace) -> Experiment:
     Raises:
         UserError: if they cannot be what the user wants.
     """
-    options.check(args)
     try:
         text = data.read_files(args.data) if args.data else data.standard_library()
         corpus = data.split(text, args.seq_len)
@@ -188,6 +189,7 @@ def restore_or_init(
     init: Callable[[jax.Array], training.Params],
     tx: optax.GradientTransformation,
     seed: int,
+    shardings: Any = None,
 ) -> tuple[int, tuple[training.Params, optax.OptState]]:
     """The latest state of a run, or the first one.
 
@@ -196,20 +198,25 @@ def restore_or_init(
         init: makes parameters from a key.
         tx: the optimizer.
         seed: of the parameters.
+        shardings: of parameters and state, a pair of trees; ``None`` for one device.
 
     Returns:
         How many updates the state has seen; parameters and optimizer state.
     """
 
-    @jax.jit
     def start(key: jax.Array) -> tuple[training.Params, optax.OptState]:
         params = init(key)
         return params, tx.init(params)
 
     key = jax.random.key(seed)
     if checkpoints is None or checkpoints.latest is None:
-        return 0, start(key)
-    return checkpoints.restore(jax.eval_shape(start, key))
+        return 0, jax.jit(start, out_shardings=shardings)(key)
+    shapes = jax.eval_shape(start, key)
+    if shardings is not None:
+        shapes = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+        )
+    return checkpoints.restore(shapes)
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
@@ -219,9 +226,18 @@ def run(args: argparse.Namespace, console: Console) -> None:
         args: the options.
         console: where to print.
     """
+    options.check(args)
+    if args.distributed is not None:
+        jax.distributed.initialize(*args.distributed)
+    # Of several processes one speaks.
+    speaks = jax.process_index() == 0
+    console.quiet = not speaks
     experiment = prepare(args)
+    placement = None
+    if args.mesh is not None:
+        placement = Placement.make(args.mesh, args.batch_size // args.accumulate)
     checkpoints = open_checkpoints(experiment)
-    logs = {name: log_path(args, name) for name in args.optimizer}
+    logs = {name: log_path(args, name) if speaks else None for name in args.optimizer}
     init, apply = functional(experiment.model)
 
     def loss_fn(params: training.Params, tokens: jax.Array) -> jax.Array:
@@ -252,11 +268,12 @@ def run(args: argparse.Namespace, console: Console) -> None:
         gradients = make_gradients(loss_fn, args.accumulate)
         if args.describe and optimizers.RECIPES[name].projected:
             console.print(str(lro.describe(tx, shapes)), highlight=False, soft_wrap=True)
+        shardings = None if placement is None else placement.state(tx, shapes)
         with contextlib.ExitStack() as stack:
             saved = checkpoints.get(name)
             if saved is not None:
                 stack.enter_context(saved)
-            start, state = restore_or_init(saved, init, tx, args.seed)
+            start, state = restore_or_init(saved, init, tx, args.seed, shardings)
             if start > args.steps:
                 raise UserError(
                     f"the checkpoint of {name} has seen {start} steps, more than --steps "
@@ -266,13 +283,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
             results[name] = training.train(
                 state,
                 start,
-                train_step=training.make_train_step(gradients, tx),
+                train_step=training.make_train_step(gradients, tx, shardings),
                 evaluate=evaluate,
                 corpus=experiment.corpus,
                 schedule=schedule,
                 settings=settings,
                 observer=stack.enter_context(observer),
                 save=None if saved is None else saved.save,
+                **({} if placement is None else {"place": placement.tokens}),
             )
     adamw, _ = make_optimizer(experiment, "adamw")
     yardstick = training.count_bytes(jax.eval_shape(adamw.init, shapes))
@@ -289,7 +307,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 2 for what the user has to put right, 130 after Ctrl-C.
     """
     try:
-        run(options.make_parser(__doc__).parse_args(argv), Console())
+        args = options.make_parser(__doc__).parse_args(argv)
+        run(args, Console())
     except UserError as error:
         print(f"finetune_lm: error: {one_line(error)}", file=sys.stderr)
         return 2

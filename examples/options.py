@@ -9,6 +9,7 @@ from typing import NoReturn
 from decoder import DecoderConfig
 from errors import UserError
 from optimizers import RECIPES, Options
+from placement import AXES
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,6 +41,30 @@ def _positive(text: str) -> float:
     if value := _number(text):
         return value
     raise argparse.ArgumentTypeError(f"{text} must be above 0")
+
+
+def _mesh(text: str) -> dict[str, int]:
+    sizes = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise argparse.ArgumentTypeError(
+                f"{text} is no mesh; give sizes of {', '.join(AXES)}, such as fsdp=4,tp=2"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def _process(text: str) -> tuple[str, int, int]:
+    address, *numbers = text.split(",")
+    if ":" in address and len(numbers) == 2 and all(number.isdecimal() for number in numbers):
+        count, number = map(int, numbers)
+        if number < count:
+            return address, count, number
+    raise argparse.ArgumentTypeError(
+        f"{text} is no process; give the address of the first one, how many there are, and the "
+        "number of this one from 0, such as node0:1234,2,0"
+    )
 
 
 def _rank(text: str) -> int | float:
@@ -134,6 +159,22 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     )
     add("--remat", action="store_true", help="recompute the layers in the backward pass")
 
+    add = parser.add_argument_group("devices").add_argument
+    add(
+        "--mesh",
+        type=_mesh,
+        metavar="AXIS=SIZE,...",
+        help="sizes of data, fsdp and tp, such as fsdp=4,tp=2 (one device)",
+    )
+    add(
+        "--distributed",
+        type=_process,
+        nargs="?",
+        const=(),
+        metavar="HOST:PORT,COUNT,NUMBER",
+        help="be one of several processes; TPU pods and Slurm know which (needs --mesh)",
+    )
+
     add = parser.add_argument_group("output").add_argument
     add("--checkpoint", type=pathlib.Path, metavar="DIR", help="a sub-directory per optimizer")
     add("--checkpoint-every", type=_count, help="updates between checkpoints (100)")
@@ -176,6 +217,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(
             f"--warmup {args.warmup} leaves nothing of --steps {args.steps}: warm up for less"
         )
+    if args.distributed is not None and args.mesh is None:
+        raise UserError("--distributed has no effect alone: add --mesh")
     for option in ("checkpoint", "log_dir"):
         _check_directory(_flag(option), getattr(args, option))
     if args.checkpoint is None:

@@ -109,12 +109,15 @@ def compact_gradients(loss_fn: LossFn, micro_batches: int = 1) -> GradientFn:
     return gradients
 
 
-def make_train_step(gradients: GradientFn, tx: optax.GradientTransformationExtraArgs) -> TrainStep:
+def make_train_step(
+    gradients: GradientFn, tx: optax.GradientTransformationExtraArgs, shardings: Any = None
+) -> TrainStep:
     """One update, jitted. The old parameters and the old state give their memory to the new ones.
 
     Args:
         gradients: for instance `full_gradients`.
         tx: the optimizer.
+        shardings: of parameters and state on a mesh, a pair of trees; ``None`` for one device.
 
     Returns:
         ``step(params, opt_state, tokens) -> params, opt_state, metrics``. The metrics are the
@@ -129,7 +132,9 @@ def make_train_step(gradients: GradientFn, tx: optax.GradientTransformationExtra
         new: Any = optax.apply_updates(params, updates)
         return new, opt_state, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    if shardings is None:
+        return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None))
 
 
 def make_evaluate(loss_fn: LossFn) -> Callable[[Params, Iterable[np.ndarray]], float]:
@@ -224,6 +229,7 @@ def train(
     settings: Settings,
     observer: Observer,
     save: Callable[[int, Any], None] | None = None,
+    place: Callable[[np.ndarray], Any] = lambda batch: batch,
 ) -> Result:
     """Runs the updates ``start … settings.steps``.
 
@@ -237,6 +243,7 @@ def train(
         settings: how long and how often.
         observer: told about every update.
         save: called with the number of updates and the state whenever a checkpoint is due.
+        place: puts a batch where the step wants it.
 
     Returns:
         The `Result`.
@@ -246,13 +253,17 @@ def train(
         UserError: if the loss is no longer finite; the last checkpoint stays as it was.
     """
     params, opt_state = state
+
+    def validate(params: Params) -> float:
+        return evaluate(params, map(place, corpus.validation_batches(settings.batch_size)))
+
     seconds: list[float] = []
     val_loss = None
     with StopRequest() as stop:
         for step in range(start, settings.steps):
             tokens = corpus.batch(settings.seed, step, settings.batch_size)
             began = time.perf_counter()
-            params, opt_state, measured = train_step(params, opt_state, tokens)
+            params, opt_state, measured = train_step(params, opt_state, place(tokens))
             metrics = {name: float(value) for name, value in measured.items()}  # waits for them
             seconds.append(time.perf_counter() - began)
             if not math.isfinite(metrics["loss"]):
@@ -265,7 +276,7 @@ def train(
             metrics["learning_rate"] = float(jnp.asarray(schedule(step)))
             metrics["tokens_per_second"] = tokens[:, 1:].size / seconds[-1]
             if last or done % settings.eval_every == 0:
-                val_loss = evaluate(params, corpus.validation_batches(settings.batch_size))
+                val_loss = validate(params)
                 metrics["val_loss"] = val_loss
             observer.step(done, metrics)
             if save and (last or stop.requested or done % settings.save_every == 0):
@@ -274,6 +285,6 @@ def train(
                 kept = "checkpoint saved, go on with --resume" if save else "nothing was saved"
                 raise Interruption(f"interrupted after step {done} of {settings.steps}; {kept}")
     if val_loss is None:  # resumed at the end: nothing left to train
-        val_loss = evaluate(params, corpus.validation_batches(settings.batch_size))
+        val_loss = validate(params)
     timed = seconds[1:]  # the first one compiles
     return Result(val_loss, count_bytes(opt_state), statistics.median(timed) if timed else None)

@@ -10,6 +10,7 @@ from lowrank_optax._aliases import galore_adamw as galore_adamw
 from lowrank_optax._aliases import ldadamw as ldadamw
 from lowrank_optax._aliases import logra_adamw as logra_adamw
 from lowrank_optax._apollo import apollo_lift as apollo_lift
+from lowrank_optax._checkpoint import check_restorable as check_restorable
 from lowrank_optax._compact import CompactBases as CompactBases
 from lowrank_optax._compact import compact_value_and_grad as compact_value_and_grad
 from lowrank_optax._compact_report import CompactReport as CompactReport
@@ -24,10 +25,13 @@ from lowrank_optax._learn import learn_basis as learn_basis
 from lowrank_optax._lift import Lift as Lift
 from lowrank_optax._lift import LiftInput as LiftInput
 from lowrank_optax._lift import subspace_lift as subspace_lift
+from lowrank_optax._memory_plan import MemoryPlan as MemoryPlan
+from lowrank_optax._memory_plan import memory_plan as memory_plan
 from lowrank_optax._metrics import Fidelity as Fidelity
 from lowrank_optax._metrics import Metrics as Metrics
 from lowrank_optax._metrics import metrics as metrics
 from lowrank_optax._migrate import migrate as migrate
+from lowrank_optax._model_shapes import ModelShape as ModelShape
 from lowrank_optax._quantized_moments import QuantizedState as QuantizedState
 from lowrank_optax._quantized_moments import quantized_moments as quantized_moments
 from lowrank_optax._rank_growth import RankGrowth as RankGrowth
@@ -35,6 +39,7 @@ from lowrank_optax._rank_probe import LeafSpectrum as LeafSpectrum
 from lowrank_optax._rank_probe import RankProbe as RankProbe
 from lowrank_optax._rank_probe import rank_probe as rank_probe
 from lowrank_optax._refresh import refresh_basis as refresh_basis
+from lowrank_optax._sharding import state_shardings as state_shardings
 from lowrank_optax._sign import LionMomentumState as LionMomentumState
 from lowrank_optax._sign import lion_momentum as lion_momentum
 from lowrank_optax._sign import sign_lift as sign_lift

@@ -155,7 +155,7 @@ def _accept(target: CompactTarget, due: Array, refined: Bases, last: Array) -> t
 
     def choose(new: Array, stored: Array) -> Array:
         # What update will store is what the last pass must project on.
-        view = view_of(target)
+        view, new = view_of(target), place_like(new, stored)
         as_read = _storage.read(_storage.store(new, view, stored.dtype), view).astype(new.dtype)
         before = _storage.read(stored, view).astype(new.dtype)
         return jnp.where(due, jnp.where(last, as_read, new), before)

@@ -6,14 +6,15 @@ one place: the accumulation precision, and the sharding of a result whose contra
 axis lives on a mesh.
 """
 
-import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from lowrank_optax._placement import Names, axis_names, spec_of, spread
 
 Array = jax.Array
 
@@ -43,21 +44,25 @@ def _explicit_sharding(x: Any) -> NamedSharding | None:
         typeof = getattr(jax, "typeof", None)
         sharding = getattr(typeof(x), "sharding", None) if typeof else None
     mesh = getattr(sharding, "mesh", None)
-    if sharding is None or mesh is None or mesh.empty or not mesh.are_all_axes_explicit:
+    if sharding is None or mesh is None or AxisType.Explicit not in mesh.axis_types:
         return None
     return sharding
 
 
-def _explicit_spec(x: Any) -> tuple[Any, ...] | None:
-    """The partition spec of ``x``, one entry an axis, if its mesh has Explicit axes."""
+def _explicit_names(x: Any) -> list[Names] | None:
+    """The Explicit mesh axes that each axis of ``x`` is on; None where its mesh has none."""
     sharding = _explicit_sharding(x)
     if sharding is None:
         return None
-    spec = tuple(sharding.spec)
-    return spec + (None,) * (x.ndim - len(spec))
+    # Of a mesh with axes of both kinds only these are part of the type.
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    return [
+        tuple(name for name in names if kinds[name] == AxisType.Explicit)
+        for names in axis_names(sharding.spec, x.ndim)
+    ]
 
 
-def _explicit_mesh(*operands: Array) -> Any:
+def _explicit_mesh(*operands: Any) -> Any:
     for x in operands:
         sharding = _explicit_sharding(x)
         if sharding is not None:
@@ -65,24 +70,47 @@ def _explicit_mesh(*operands: Array) -> Any:
     return None
 
 
-def place(x: Array, labels: str, like: Any, like_labels: str) -> Array:
-    """``x`` with each labelled axis on the mesh axes that ``like`` has it on.
+def place(x: Array, axes: Sequence[int | None], like: Any, spreading: bool = False) -> Array:
+    """``x`` on the mesh axes of ``like``.
 
     Only Explicit axes are placed: there the sharding is part of an array's type, which loops,
-    branches and optimizer states must keep. Axes that ``like`` does not have are replicated.
+    branches and optimizer states must keep.
+
+    Args:
+        x: an array.
+        axes: for each of its axes the axis of ``like`` that it is, None for one that ``like``
+            does not have, which is replicated.
+        like: an array, or its shape with a sharding.
+        spreading: also use the mesh axes of ``like`` that none of ``axes`` is on: see
+            :func:`spread`.
+
+    Returns:
+        The array with that placement.
     """
-    spec = _explicit_spec(like)
-    if spec is None:
+    where = _explicit_names(like)
+    if where is None:
         return x
-    where = dict(zip(like_labels, spec, strict=True))
-    wanted = PartitionSpec(*(where.get(label) for label in labels))
-    return jax.sharding.reshard(x, NamedSharding(_explicit_mesh(like), wanted))
+    mesh = _explicit_mesh(like)
+    names = [where[axis] if axis is not None else () for axis in axes]
+    if spreading:
+        names = spread(names, axes, x.shape, where, mesh.shape)
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec_of(names)))
 
 
 def place_like(x: Array, like: Any) -> Array:
     """``x`` with the sharding of an array of the same shape, on Explicit axes."""
-    labels = string.ascii_letters[: x.ndim]
-    return place(x, labels, like, labels)
+    return place(x, range(x.ndim), like)
+
+
+def type_sharding(x: Any) -> NamedSharding | None:
+    """The sharding in the type of ``x``, for a shape that stands for it."""
+    return _explicit_sharding(x)
+
+
+def explicit_spec(x: Any) -> PartitionSpec | None:
+    """The partition spec in the type of ``x``; None where its mesh has no Explicit axes."""
+    names = _explicit_names(x)
+    return None if names is None else spec_of(names)
 
 
 def contract(
@@ -93,7 +121,8 @@ def contract(
     """``jnp.einsum`` in (at least) float32, for operands that a mesh may have sharded.
 
     Sums over a sharded axis are completed here: with Explicit axes the result keeps the
-    mesh axes of the labels that survive, and the contracted ones are all-reduced.
+    mesh axes of the labels that survive, and the contracted ones are all-reduced. The larger
+    operand stays where it is, and the smaller one comes to it.
 
     Args:
         subscripts: an explicit einsum string such as ``"ab,ac->bc"``.
@@ -107,26 +136,20 @@ def contract(
     if mesh is None:
         return _wide_einsum(subscripts, operands, precision)
     inputs, output = subscripts.split("->")
-    axes: dict[str, Any] = {}
-    for labels, x in zip(inputs.split(","), operands, strict=True):
-        for label, axis in zip(labels, _explicit_spec(x) or (None,) * x.ndim, strict=True):
-            axes[label] = axes.get(label) or axis
+    pairs = list(zip(inputs.split(","), operands, strict=True))
+    # Each label is on the same mesh axes wherever it stands, and each mesh axis on one label.
+    where: dict[str, Names] = {}
+    used: set[str] = set()
+    for labels, x in sorted(pairs, key=lambda pair: -pair[1].size):
+        for label, names in zip(labels, _explicit_names(x) or [()] * x.ndim, strict=True):
+            if label not in where:
+                where[label] = tuple(name for name in names if name not in used)
+                used.update(names)
 
     def placed(labels: str) -> NamedSharding:
-        """Each label on its mesh axes, the first where two labels want the same."""
-        spec, used = [], set()
-        for label in labels:
-            names = axes[label] if isinstance(axes[label], tuple) else (axes[label],)
-            free = axes[label] is not None and not used.intersection(names)
-            spec.append(axes[label] if free else None)
-            used.update(names if free else ())
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        return NamedSharding(mesh, spec_of([where[label] for label in labels]))
 
-    # Labels that both operands carry must agree on their mesh axes before they meet.
-    aligned = [
-        jax.sharding.reshard(x, placed(labels))
-        for labels, x in zip(inputs.split(","), operands, strict=True)
-    ]
+    aligned = [jax.sharding.reshard(x, placed(labels)) for labels, x in pairs]
     return _wide_einsum(subscripts, aligned, precision, out_sharding=placed(output))
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lowrank_optax._contract import contract
+from lowrank_optax._contract import contract, place_like
 
 # Axes are named by the axis numbers of the parameter. An array axis may hold several of them,
 # merged by a reshape, or none, if it has length 1.
@@ -202,6 +202,6 @@ def materialise(factored: Factored) -> Array:
 def cotangents(products: Sequence[Product], cores: Sequence[Array]) -> tuple[Product, ...]:
     """The cotangent of ``products``: cores in the place of cores, nothing for the bases."""
     return tuple(
-        Product((None,) * len(p.bases), core.astype(p.core.dtype), p.axes)
+        Product((None,) * len(p.bases), place_like(core.astype(p.core.dtype), p.core), p.axes)
         for p, core in zip(products, cores, strict=True)
     )

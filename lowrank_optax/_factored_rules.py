@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from lowrank_optax._contract import contract
+from lowrank_optax._contract import contract, type_sharding
 from lowrank_optax._factored import (
     FREE,
     Factored,
@@ -99,7 +99,7 @@ def dot(
             saved.append(x if whole else apply_bases(named, names, product, early)[0])
         return product_of(x, weight), (tuple(saved), weight, products)
 
-    x_like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    x_like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=type_sharding(x))
 
     def backward(residuals, delta):
         saved, weight, products = residuals

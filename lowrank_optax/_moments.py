@@ -246,8 +246,9 @@ def _reset(change: Change, inner_state: Any, fresh: Any) -> Any:
         suffix = "/" + change.plan.leaves[index].path
         for place, path in enumerate(paths):
             if ("/" + path).endswith(suffix):
-                start = place_like(_tree.unbox(initial[place]), leaves[place])
-                leaves[place] = jnp.where(refreshed, start, leaves[place])
+                old = _tree.unbox(leaves[place])
+                start = place_like(_tree.unbox(initial[place]), old)
+                leaves[place] = _tree.rebox(leaves[place], jnp.where(refreshed, start, old))
     return _tree.unflatten(treedef, leaves)
 
 

@@ -117,16 +117,41 @@ class Plan:
             )
 
     def stored_bases(self, reduction: Any, output: Any) -> list[Bases]:
-        """Pairs up the bases of two sparse trees as stored, one entry for each target."""
+        """Pairs up the bases of two sparse trees as stored, one entry for each target.
+
+        Raises:
+            ValueError: if a basis is of another shape than planned, as in a checkpoint that was
+                written with another rank or other targets.
+        """
         left, right = _tree.by_path(reduction), _tree.by_path(output)
-        paths = [self.leaves[index].path for index in self.targets]
-        return [Bases(left.get(path), right.get(path)) for path in paths]
+        paired = []
+        for leaf in (self.leaves[index] for index in self.targets):
+            found = Bases(left.get(leaf.path), right.get(leaf.path))
+            _check_basis_shapes(leaf, found)
+            paired.append(found)
+        return paired
 
     def bases(self, reduction: Any, output: Any) -> list[Bases]:
         """The bases of each target, in a float dtype, from two sparse trees of stored ones."""
         views = [self.leaves[index].view for index in self.targets]
         stored = self.stored_bases(reduction, output)
         return [read_all(b, view) for b, view in zip(stored, views, strict=True) if view]
+
+
+def _check_basis_shapes(leaf: LeafPlan, bases: Bases) -> None:
+    assert leaf.view is not None
+    for side in (REDUCTION, OUTPUT):
+        expected = leaf.view.basis_shape(side, leaf.rank) if side in leaf.sides else None
+        basis = getattr(bases, side)
+        got = None if basis is None else tuple(basis.shape)
+        if got != expected:
+            raise ValueError(
+                f"{leaf.path!r}: the state has {'no' if got is None else 'a'} basis of the {side} "
+                f"side{'' if got is None else f' of shape {got}'}, and this optimizer, at rank "
+                f"{leaf.rank}, {'none' if expected is None else f'one of shape {expected}'}. The "
+                "state comes from another rank or other targets, by way of a checkpoint maybe; "
+                "carry it over with lro.migrate(opt_state, old_tx, new_tx, params)"
+            )
 
 
 _STATIC: list[type] = []

@@ -200,10 +200,11 @@ def refresh_basis(
     def accept(plan, given, old, state):
         """Takes over bases that the backward pass refreshed."""
         paths = [plan.leaves[index].path for index in plan.targets]
-        new, done = (
-            [given.bases[path] for path in paths],
-            jnp.stack([given.refreshed[path] for path in paths]),
-        )
+        new = [
+            jax.tree.map(place_like, given.bases[path], kept)
+            for path, kept in zip(paths, old, strict=True)
+        ]
+        done = jnp.stack([given.refreshed[path] for path in paths])
         counters = jax.lax.cond(
             jnp.any(done),
             lambda: scheduled(plan, new, old, done, state),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lowrank_optax._contract import on_replicated, place, wide_dtype
+from lowrank_optax._contract import on_replicated, place_like, wide_dtype
 from lowrank_optax._lift import LiftInput
 from lowrank_optax._plan import Plan
 from lowrank_optax._view import OUTPUT, REDUCTION
@@ -155,8 +155,7 @@ def limit_growth(
     for target, norms_here in zip(targets, norms, strict=True):
         part = jax.lax.slice_in_dim(factor, start, start + norms_here.size)
         part = part.reshape(norms_here.shape)
-        labels = "abcdefghijklmn"
-        placed = place(part, labels[: part.ndim], norms_here, labels[: part.ndim])
-        factors.append(target.view.spread(placed, target.view.batch_axes))
+        part = place_like(part, norms_here)
+        factors.append(target.view.spread(part, target.view.batch_axes))
         start += norms_here.size
     return factors, GrowthState(kept)

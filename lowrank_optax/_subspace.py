@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from lowrank_optax import _gain, _metrics, _moments, _probe, _target, _tree
-from lowrank_optax._contract import place_like, wide_dtype
+from lowrank_optax._contract import explicit_spec, place_like, wide_dtype
 from lowrank_optax._extra_directions import sketched_products
 from lowrank_optax._lift import Lift, LiftInput, subspace_lift
 from lowrank_optax._nonlinearity import Nonlinearity
@@ -39,8 +39,46 @@ def _zero_cores(plan: Plan, tracker: TrackerState, params: Any) -> Any:
         leaf = plan.leaves[index]
         assert leaf.view is not None
         zeros = jnp.zeros(leaf.core_shape, wide_dtype(some))
-        leaves[index] = leaf.view.place_core(zeros, leaf.sides, _tree.unbox(leaves[index]))
+        leaves[index] = _stored(leaf, zeros, leaves[index])
     return _tree.unflatten(treedef, leaves)
+
+
+def _stored(leaf: LeafPlan, core: jax.Array, like: Any) -> Any:
+    """A core as the inner optimizer keeps it: spread over devices, and boxed as its leaf is.
+
+    Args:
+        leaf: the plan of the target.
+        core: the core.
+        like: the target's leaf of params or updates.
+
+    Returns:
+        The core, in a box whose axis names are its own where ``like`` is boxed.
+    """
+    assert leaf.view is not None
+    core = leaf.view.place_core(core, leaf.sides, _tree.unbox(like), spreading=True)
+    return _tree.rebox_part(like, core, leaf.view.core_leaf_axes(leaf.sides), explicit_spec(core))
+
+
+def _store(plan: Plan, cores: Any, like: list[Any]) -> Any:
+    """A tree of cores as the inner optimizer keeps them."""
+    leaves, treedef = _tree.flatten(cores)
+    for index in plan.targets:
+        leaves[index] = _stored(plan.leaves[index], leaves[index], like[index])
+    return _tree.unflatten(treedef, leaves)
+
+
+def _gathered(plan: Plan, bases: list[Bases], like: list[Any]) -> list[Bases]:
+    """Bases where they are used, on their own side's mesh axes only: thin, and so cheap to move."""
+    result = []
+    for index, basis in zip(plan.targets, bases, strict=True):
+        view = plan.leaves[index].view
+        assert view is not None
+        sides = {
+            side: view.place_basis(getattr(basis, side), side, _tree.unbox(like[index]))
+            for side in plan.leaves[index].sides
+        }
+        result.append(Bases(**sides))
+    return result
 
 
 def _core(leaf: LeafPlan, basis: Bases, array: Any) -> jax.Array:
@@ -174,7 +212,7 @@ def subspace_optimizer(
             unread = jax.tree.map(jnp.zeros_like, cores)
             updates, state = optimizer.update(cores, state, unread, **extra_args)
             return updates, none, state
-        core_params = _encode(plan, bases, params)
+        core_params = _store(plan, _encode(plan, bases, params), _tree.flatten(params)[0])
         coefficients = _probe.decay_coefficients(optimizer, state, cores, extra_args)
         updates, state = optimizer.update(cores, state, core_params, **extra_args)
         pairs = zip(_arrays(coefficients), _arrays(core_params), strict=True)
@@ -192,6 +230,7 @@ def subspace_optimizer(
                 coefficient, core_param = decay[index]
                 update = update - coefficient * core_param
             leaf, gradient = plan.leaves[index], gradients[index]
+            update = leaf.view.place_core(update, leaf.sides, weights[index])
             if isinstance(gradient, _tree.Compact):
                 if chosen_lift.needs_gradient:
                     raise ValueError(
@@ -243,12 +282,18 @@ def subspace_optimizer(
         _, tracker_state = track.update(updates, state.tracker_state, params, **extra_args)
         tracker = _tracker_state(name, tracker_state)
         plan = tracker.plan
-        bases, decoders = tracker.encoders(), tracker.decoders()
+        like = _tree.flatten(updates if params is None else params)[0]
+        old = _gathered(plan, before.encoders(), like)
+        bases = _gathered(plan, tracker.encoders(), like)
+        decoders = bases
+        if tracker.reduction_decoder is not None:
+            decoders = _gathered(plan, tracker.decoders(), like)
         inner_args = {name: value for name, value in extra_args.items() if name != "bases"}
         # encode
-        gradients, cores = _arrays(updates), _encode(plan, bases, updates)
+        gradients, encoded = _arrays(updates), _encode(plan, bases, updates)
         if nonlinearity is not None:
-            cores = _bend(plan, nonlinearity, gradients, cores)
+            encoded = _bend(plan, nonlinearity, gradients, encoded)
+        cores = _store(plan, encoded, like)
         # carry
         inner_state = state.inner_state
         if optimizer is not None and plan.targets:
@@ -257,9 +302,7 @@ def subspace_optimizer(
                 optimizer,
                 inner_state,
                 cores,
-                _moments.Change(
-                    plan, bases, before.encoders(), tracker.refreshes != before.refreshes
-                ),
+                _moments.Change(plan, bases, old, tracker.refreshes != before.refreshes),
                 before.tracker_count,
                 inner_args,
             )
@@ -271,7 +314,7 @@ def subspace_optimizer(
             cores, inner_state, params, plan, bases, inner_args
         )
         # lift
-        inner_leaves, weights = _arrays(inner_updates), _arrays(params)
+        inner_leaves, weights = _arrays(inner_updates), [_tree.unbox(leaf) for leaf in like]
         sketched = sketched_products(
             state.lift_state, plan, bases, gradients, before.tracker_count, extra_args.get("bases")
         )
@@ -279,7 +322,7 @@ def subspace_optimizer(
             plan,
             decoders,
             gradients,
-            _arrays(cores),
+            _arrays(encoded),
             inner_leaves,
             decay,
             gains,
@@ -289,7 +332,7 @@ def subspace_optimizer(
         )
         lifted |= scale_full_rank(plan, inner_leaves, decay)
 
-        fidelity = fidelity_of(plan, decoders, gradients, _arrays(cores)) if metrics else None
+        fidelity = fidelity_of(plan, decoders, gradients, _arrays(encoded)) if metrics else None
         boxes, treedef = _tree.flatten(updates)
         results = _tree.flatten(inner_updates)[0]
         for index, update in lifted.items():

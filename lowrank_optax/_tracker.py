@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_optax import _storage, _subspace_methods, _target, _tree
-from lowrank_optax._contract import wide_dtype
+from lowrank_optax._contract import explicit_spec, wide_dtype
 from lowrank_optax._plan import Plan
 from lowrank_optax._state import TrackerState
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases
@@ -64,7 +64,10 @@ def basis_trees(plan: Plan, params: Any, bases: Sequence[Bases]) -> tuple[Any, A
         for index, basis in zip(plan.targets, bases, strict=True):
             view, one = plan.leaves[index].view, getattr(basis, side)
             if view is not None and one is not None:
-                leaves[index] = view.place_basis(one, side, _tree.unbox(boxes[index]))
+                like = boxes[index]
+                placed = view.place_basis(one, side, _tree.unbox(like), spreading=True)
+                axes, spec = view.basis_axes(side), explicit_spec(placed)
+                leaves[index] = _tree.rebox_part(like, placed, axes, spec)
         trees.append(_tree.sparse_tree(treedef, leaves))
     return trees[0], trees[1]
 

@@ -167,15 +167,33 @@ class View:
             precision=precision,
         )
 
-    def place_basis(self, basis: Num[Array, "..."], side: str, leaf: Any) -> Array:
-        """A basis on the mesh axes of its side of ``leaf``, its rank axis on every device."""
-        labels = self._labels(self.batch_axes) + self._labels(self.side_axes(side)) + "z"
-        return place(basis, labels, leaf, self._labels(range(len(self.shape))))
+    def basis_axes(self, side: str) -> tuple[int | None, ...]:
+        """The axis of the leaf that each axis of a basis is; None for the rank axis."""
+        return (*self.batch_axes, *self.side_axes(side), None)
 
-    def place_core(self, core: Float[Array, "..."], sides: Sequence[str], leaf: Any) -> Array:
-        """A core on the mesh axes of those sides of ``leaf`` that are not projected."""
-        labels = self._core_labels(REDUCTION in sides, OUTPUT in sides)
-        return place(core, labels, leaf, self._labels(range(len(self.shape))))
+    def core_leaf_axes(self, sides: Sequence[str]) -> tuple[int | None, ...]:
+        """The axis of the leaf that each axis of a core is; None for rank axes."""
+        left = (None,) if REDUCTION in sides else self.reduction_axes
+        right = (None,) if OUTPUT in sides else self.output_axes
+        return (*self.batch_axes, *left, *right)
+
+    def place_basis(
+        self, basis: Num[Array, "..."], side: str, leaf: Any, spreading: bool = False
+    ) -> Array:
+        """A basis on the mesh axes of its side of ``leaf``, its rank axis on every device.
+
+        ``spreading`` uses the leaf's other mesh axes too, as in the state.
+        """
+        return place(basis, self.basis_axes(side), leaf, spreading)
+
+    def place_core(
+        self, core: Float[Array, "..."], sides: Sequence[str], leaf: Any, spreading: bool = False
+    ) -> Array:
+        """A core on the mesh axes of those sides of ``leaf`` that are not projected.
+
+        ``spreading`` uses the leaf's other mesh axes too, as in the state.
+        """
+        return place(core, self.core_leaf_axes(sides), leaf, spreading)
 
     def as_matrix(self, leaf: Float[Array, "..."]) -> Float[Array, "*batch m n"]:
         """``(*batch, m, n)``, copied and flattened: for reference methods only."""

@@ -1,5 +1,7 @@
 """Contractions in float32, on one device and on meshes of both kinds."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lowrank_optax._contract import REFRESH_PRECISION, contract, on_replicated
+from lowrank_optax._hlo import collectives
 
 
 def normal(*shape, seed=0):
@@ -113,6 +116,41 @@ def test_auto_mesh(subscripts, specs, expected):
     with jax.set_mesh(mesh):
         result = jax.jit(lambda *arrays: contract(subscripts, *arrays))(*placed)
     np.testing.assert_allclose(result, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("explicit", ["x", "y"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(("subscripts", "specs", "expected"), PLACEMENTS)
+def test_mesh_of_both_kinds(subscripts, specs, expected, compiled, explicit):
+    """Of the Explicit axes the result keeps what survives; the others are the compiler's."""
+    arrays = operands(subscripts)
+    reference = np.einsum(subscripts, *(np.asarray(x, np.float64) for x in arrays))
+    kinds = [AxisType.Explicit if name == explicit else AxisType.Auto for name in "xy"]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=tuple(kinds))
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+    def product(*arrays):
+        return contract(subscripts, *arrays, precision=REFRESH_PRECISION)
+
+    with jax.set_mesh(mesh):
+        result = (jax.jit(product) if compiled else product)(*placed)
+    np.testing.assert_allclose(result, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_the_larger_operand_stays():
+    """A thin matrix that lies elsewhere comes to a weight, not the weight to it."""
+    mesh = mesh_of(AxisType.Explicit)
+    weight = jax.device_put(normal(64, 128), NamedSharding(mesh, P("x", "y")))
+    basis = jax.device_put(normal(64, 4), NamedSharding(mesh, P("y", None)))
+    for pair, subscripts in (((weight, basis), "mn,mr->rn"), ((basis, weight), "mr,mn->rn")):
+        with jax.set_mesh(mesh):
+            jitted = jax.jit(lambda *arrays, subscripts=subscripts: contract(subscripts, *arrays))
+            compiled = jitted.lower(*pair).compile()
+        found = collectives(compiled.as_text())
+        assert found
+        assert max(math.prod(c.shape) for c in found) <= 128 * 4
 
 
 def test_mesh_without_context():

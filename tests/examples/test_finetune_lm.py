@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,6 +143,73 @@ def test_resuming_continues_bit_by_bit(text, finished, tmp_path, monkeypatch, ca
     assert losses(tmp_path) == losses(finished)
 
 
+# The process dies as by kill -9: after a step; while the bytes of a checkpoint are there but not
+# its name; while the configuration is being written.
+KILLS = {
+    "in training": """
+import reporting
+observe = reporting.Reporter.step
+def step(self, number, metrics):
+    observe(self, number, metrics)
+    if number == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+reporting.Reporter.step = step
+""",
+    "in a save": """
+rename = os.rename
+def dying(source, *rest, **options):
+    if "/6" in str(source) and "tmp" in str(source):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(source, *rest, **options)
+os.rename = os.replace = dying
+""",
+    "in the first save": """
+import pathlib
+replace = pathlib.Path.replace
+def dying(self, target):
+    os.kill(os.getpid(), signal.SIGKILL)
+pathlib.Path.replace = dying
+""",
+}
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_killed_run_goes_on_bit_by_bit(kill, text, finished, tmp_path, capsys):
+    places = ["--checkpoint", f"{tmp_path}/run", "--log-dir", f"{tmp_path}/log"]
+    command = [*GALORE, "--data", text, *places, "--checkpoint-every", "3"]
+    code = (
+        "import os, signal, sys\nsys.path.insert(0, 'examples')\n"
+        + KILLS[kill]
+        + "import finetune_lm\nsys.exit(finetune_lm.main(sys.argv[1:]))"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command], cwd=ROOT, env=environment, capture_output=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    saved = [p.name for p in (tmp_path / "run" / "galore").iterdir() if p.name.isdigit()]
+    assert saved == ([] if kill == "in the first save" else ["3"])
+
+    resume = ["--resume"] if saved else []
+    if not saved:
+        # Nothing to go on from: it says so, and touches nothing.
+        before = contents(tmp_path)
+        assert finetune_lm.main([*command, "--resume"]) == 2
+        assert "finds no checkpoint" in capsys.readouterr().err
+        assert contents(tmp_path) == before
+        return
+    assert finetune_lm.main([*command, *resume]) == 0
+    for ours, theirs in zip(
+        arrays(tmp_path / "run" / "galore", 6), arrays(finished / "run" / "galore", 6), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    assert losses(tmp_path) == losses(finished)
+
+
 def test_a_finished_run_is_only_reported(text, finished, capsys):
     before = contents(finished)
     places = ["--checkpoint", f"{finished}/run", "--log-dir", f"{finished}/log", "--resume"]
@@ -149,6 +217,23 @@ def test_a_finished_run_is_only_reported(text, finished, capsys):
     val_loss = losses(finished)[-1][-1]
     assert f"{val_loss:.4f}" in capsys.readouterr().out
     assert contents(finished) == before
+
+
+def test_a_mesh_trains_alike(text, finished, tmp_path, capsys):
+    places = ["--checkpoint", f"{tmp_path}/run", "--log-dir", f"{tmp_path}/log"]
+    command = [*GALORE, "--data", text, *places, "--checkpoint-every", "3"]
+    assert finetune_lm.main([*command, "--mesh", "fsdp=4,tp=2"]) == 0
+    assert capsys.readouterr().err == ""
+    # step, loss, gradient norm, rate, validation loss
+    ours, theirs = (np.array(losses(d), float) for d in (tmp_path, finished))
+    np.testing.assert_allclose(ours[:, :4], theirs[:, :4], rtol=2e-3)
+
+    # From its middle on, on a mesh of another shape.
+    shutil.rmtree(tmp_path / "run" / "galore" / "6")
+    assert finetune_lm.main([*command, "--resume", "--mesh", "data=2,fsdp=2,tp=2"]) == 0
+    again = np.array(losses(tmp_path), float)
+    np.testing.assert_array_equal(again[:3, :4], ours[:3, :4])
+    np.testing.assert_allclose(again[:, :4], ours[:, :4], rtol=2e-3)
 
 
 RUN = "--checkpoint {finished}/run"
@@ -182,6 +267,12 @@ ERRORS = {
     "another shape": (RUN + " --resume --ffn 32", "model.intermediate_size=24 (now 32)"),
     "another text": (RUN + " --resume --data {tmp}/other.txt", "has data='"),
     "another length": (RUN + " --resume --steps 7", "steps=6 (now 7): resume it with the same"),
+    "no mesh": ("--mesh fsdp", "--mesh: fsdp is no mesh; give sizes of data, fsdp, tp"),
+    "unknown axis": ("--mesh fspd=8", "--mesh: fspd=8 is no mesh"),
+    "devices": ("--mesh fsdp=3", "--mesh wants 3 devices and there are 8"),
+    "batch": ("--mesh fsdp=8", "splits a micro-batch of 4 over 8 devices"),
+    "no process": ("--mesh fsdp=8 --distributed a:1,2,2", "a:1,2,2 is no process; give the add"),
+    "lone process": ("--distributed", "--distributed has no effect alone: add --mesh"),
     "no config": ("--checkpoint {tmp}/torn --resume", "has checkpoints but no readable config"),
     "damaged": ("--checkpoint {tmp}/damaged --resume", "cannot be restored"),
 }

@@ -1,6 +1,7 @@
 """Checkpoints: going on from one is bit for bit as if training had never stopped."""
 
 import pickle
+import re
 import warnings
 
 import flax.serialization
@@ -219,3 +220,57 @@ def test_learned_bases_go_on_where_they_stopped(tmp_path):
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, params))
     assert_bit_identical(steps(restored, range(2, 4)), steps(state, range(2, 4)))
+
+
+# What is asked of a checkpoint -> how its first differing leaf is named.
+OTHERS = {
+    "another rank": (
+        lro.refresh_basis(4, 4, stagger=True),
+        "reduction_basis/layer/kernel' has shape (8, 3) in the checkpoint and (8, 4) here",
+    ),
+    "fewer targets": (
+        lro.refresh_basis(3, 4, targets=[("square|stack", 3), (".*", None)]),
+        "reduction_basis/layer/kernel' has shape (8, 3) in the checkpoint and is not wanted here",
+    ),
+    "another side": (
+        lro.refresh_basis(3, 4, side="output"),
+        "output_basis/layer/kernel' has shape (12, 3) here and is not in the checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_checkpoint_of_another_optimizer_names_the_leaf(case, run, tmp_path):
+    tracker, message = OTHERS[case]
+    other = optax.chain(
+        optax.clip_by_global_norm(10.0),
+        lro.galore_project(relaxed(optax.adamw(1e-2, weight_decay=0.1)), tracker, metrics=True),
+    )
+    start, _ = run
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", start)
+        checkpointer.wait_until_finished()
+        saved = checkpointer.metadata(tmp_path / "state").item_metadata.tree
+    lro.check_restorable(saved, (PARAMS, jax.eval_shape(TX.init, PARAMS)))
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        lro.check_restorable(saved, (PARAMS, jax.eval_shape(other.init, PARAMS)))
+    assert "lro.migrate(opt_state, old_tx, new_tx, params)" in str(caught.value)
+
+
+def test_a_state_of_another_rank_is_refused_by_update(run):
+    """Where nothing looked at shapes before: flax.serialization restores any."""
+    (params, state), _ = run
+    other = optax.chain(
+        optax.clip_by_global_norm(10.0),
+        lro.galore_project(relaxed(optax.adamw(1e-2)), lro.refresh_basis(4, 4), metrics=True),
+    )
+    data = flax.serialization.to_bytes(state)
+    restored = flax.serialization.from_bytes(other.init(PARAMS), data)
+    with pytest.raises(ValueError, match=r"'layer/kernel': the state has a basis .* lro\.migrate"):
+        other.update(params, restored, params)
+
+
+def test_metadata_without_shapes_is_no_answer(run):
+    (_, state), _ = run
+    with pytest.raises(TypeError, match=r"saved holds nothing with a shape; give the metadata"):
+        lro.check_restorable(None, state)
