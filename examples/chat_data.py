@@ -11,6 +11,7 @@ completion is taken as it is, with the end-of-text token behind it.
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -171,8 +172,8 @@ def _converse(messages: Any, tokenizer: Any) -> list[list[tuple[str, bool]]]:
         raise _Unfit("no message has the role 'assistant': there is nothing to learn")
     if getattr(tokenizer, "chat_template", None) is None:
         raise _Unfit(
-            "the tokenizer has no chat template: take the model's chat or instruct version, or give "
-            "prompt and completion"
+            "the tokenizer has no chat template: take the model's chat or instruct version, or "
+            "give prompt and completion"
         )
 
     def written(count: int, answering: bool = False) -> str:
@@ -191,14 +192,9 @@ def _converse(messages: Any, tokenizer: Any) -> list[list[tuple[str, bool]]]:
                 "prompt and completion"
             )
     whole = [text for span in spans for text in span]
-    if all(b.startswith(a) for a, b in zip(whole, whole[1:], strict=False)):
-        marks = ["", *whole]
-        return [
-            [
-                (b[len(a) :], i % 2 == 1)
-                for i, (a, b) in enumerate(zip(marks, marks[1:], strict=False))
-            ]
-        ]
+    if all(b.startswith(a) for a, b in itertools.pairwise(whole)):
+        added = [b[len(a) :] for a, b in itertools.pairwise(["", *whole])]
+        return [list(zip(added, itertools.cycle((False, True)), strict=False))]
     return [[(before, False), (after[len(before) :], True)] for before, after in spans]
 
 

@@ -78,6 +78,11 @@ def fill(examples: Sequence[Example], rows: Sequence[Sequence[int]], length: int
     return batch
 
 
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(rows)
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedData:
     """Packed examples to train and to validate on.
@@ -130,8 +135,7 @@ class PackedData:
         chosen = []
         for index in range(step * size, (step + 1) * size):
             epoch, position = divmod(index, len(self.rows))
-            order = np.random.default_rng((seed, epoch)).permutation(len(self.rows))
-            chosen.append(self.rows[order[position]])
+            chosen.append(self.rows[_order(seed, epoch, len(self.rows))[position]])
         batch = fill(self.train, chosen, self.length)
         batch["weights"] *= size / np.sum(batch["weights"])
         return batch
@@ -171,10 +175,8 @@ def hold_out(
             f"{examples[0].line} is the only example: give more, or others to validate on with "
             "--validation"
         )
-    held = np.random.default_rng(0).permutation(len(examples))[
-        : max(1, round(share * len(examples)))
-    ]
-    chosen = set(held.tolist())
+    number = max(1, round(share * len(examples)))
+    chosen = set(np.random.default_rng(0).permutation(len(examples))[:number].tolist())
     return (
         [example for i, example in enumerate(examples) if i not in chosen],
         [example for i, example in enumerate(examples) if i in chosen],

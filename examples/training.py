@@ -163,8 +163,8 @@ def count_bytes(tree: Any) -> int:
 
 
 def count_tokens(batch: Batch) -> int:
-    """How many tokens a batch predicts; of a pytree, the size of its ``"targets"``."""
-    return batch[:, 1:].size if hasattr(batch, "shape") else batch["targets"].size
+    """How many tokens a batch predicts; of a packed one, those that belong to a text."""
+    return batch[:, 1:].size if hasattr(batch, "shape") else np.count_nonzero(batch["segments"])
 
 
 class StopRequest:
