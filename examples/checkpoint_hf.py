@@ -287,9 +287,8 @@ def _write_tensors(directory: pathlib.Path, params: Params, shard_bytes: int) ->
     save = _safetensors().numpy.save_file
     weight_map = {}
     for number, shard in enumerate(shards, 1):
-        file = (
-            "model.safetensors" if single else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        )
+        number_of = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        file = f"model{number_of}.safetensors"
         tensors = {}
         for name, path, layer in shard:
             array = np.asarray(leaves[path] if layer is None else leaves[path][layer])

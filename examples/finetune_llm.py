@@ -36,7 +36,7 @@ from checkpointing import Checkpoints
 from decoder import DecoderConfig, functional
 from errors import Interruption, UserError, one_line
 from llm_experiment import Experiment, fingerprint, prepare
-from master_weights import apply_precision
+from master_weights import apply_precision, seen_by_optimizer
 
 
 def make_optimizer(
@@ -179,7 +179,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
         )
     _, schedule = make_optimizer(experiment, state[0])
     if args.describe:
-        console.print(str(lro.describe(tx, state[0])), highlight=False, soft_wrap=True)
+        seen = jax.tree.map(lambda x: seen_by_optimizer(args.precision, x), state[0])
+        console.print(str(lro.describe(tx, seen)), highlight=False, soft_wrap=True)
     say = _Speaker(console)
     say.sizes(experiment, state[0], frozen)
 

@@ -12,6 +12,7 @@ import chat_data
 import checkpoint_hf
 import hf_config
 import llm_options
+import lora
 import optimizers
 import placement
 from decoder_config import DecoderConfig
@@ -60,9 +61,12 @@ def prepare(args: argparse.Namespace, console: Console) -> Experiment:
         The experiment.
 
     Raises:
+        ImportError: if an option needs a library that is not installed.
         UserError: if something cannot be what the user wants.
     """
     ranks = llm_options.check(args)
+    if args.quantize:
+        lora.require_qwix()
     directory = hf_config.find_model(args.model)
     if args.export is not None:
         checkpoint_hf.check_export(args.export, directory, args.overwrite)

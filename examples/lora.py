@@ -105,13 +105,24 @@ class LoraLinear(nnx.Module):
         return y
 
 
+def require_qwix() -> Any:
+    """The library that quantises.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    try:
+        import qwix
+    except ImportError as error:
+        raise ImportError("--quantize needs qwix: pip install 'lowrank-optax[qwix]'") from error
+    return qwix
+
+
 def dense(kernel: Any) -> jax.Array:
     """A kernel as an array, whether or not `quantize` was applied to it."""
     if isinstance(kernel, jax.Array):
         return kernel
-    import qwix
-
-    return qwix.dequantize(kernel)
+    return require_qwix().dequantize(kernel)
 
 
 def quantize(frozen: Params, qtype: str, tile: int = 64) -> Params:
@@ -131,10 +142,7 @@ def quantize(frozen: Params, qtype: str, tile: int = 64) -> Params:
     Raises:
         ImportError: if qwix is not installed.
     """
-    try:
-        import qwix
-    except ImportError as error:
-        raise ImportError("--quantize needs qwix: pip install 'lowrank-optax[qwix]'") from error
+    qwix = require_qwix()
 
     @jax.jit
     def one(kernel: jax.Array) -> Any:

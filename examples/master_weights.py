@@ -157,6 +157,12 @@ def apply_precision(
     return optax.with_extra_args_support(tx)
 
 
+def seen_by_optimizer(name: str, weight: jax.Array) -> jax.ShapeDtypeStruct:
+    """A weight's shape, in the type that the optimizer inside `apply_precision` sees."""
+    dtype = weight.dtype if name == "bfloat16" else jnp.float32
+    return jax.ShapeDtypeStruct(weight.shape, dtype)
+
+
 PRECISIONS = {
     "stochastic": "bfloat16",
     "master": "bfloat16",
