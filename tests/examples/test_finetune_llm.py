@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import chat_data
 import checkpoint_hf
 import finetune_llm
 import hf_config
+import packing
 import reporting
+import training
 from decoder import functional
 
 hf_models = pytest.importorskip("tests.examples.hf_models", reason="needs transformers")
@@ -58,6 +61,18 @@ def logits(directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(apply)(params, jnp.asarray(tokens)))
 
 
+def answer_loss(root: pathlib.Path, directory: pathlib.Path) -> float:
+    """The loss of a held-out answer's tokens, one text at a time, by transformers."""
+    tokenizer = chat_data.load_tokenizer(directory)
+    _, held_out = packing.hold_out(chat_data.read_examples(root / "chat.jsonl", tokenizer))
+    losses = []
+    for example in held_out:
+        logits = hf_models.logits_of(directory, example.tokens[None, :-1].astype(np.int64))[0]
+        nats = -jax.nn.log_softmax(logits)[np.arange(example.length), example.tokens[1:]]
+        losses.append(np.asarray(nats)[example.learned[1:]])
+    return float(np.mean(np.concatenate(losses)))
+
+
 OPTIONS = {
     "Qwen2": "--precision float32 --accumulate 2",
     "Qwen3": "--precision master --matrix-free --accumulate 2 --weight-decay 0.1",
@@ -78,6 +93,10 @@ def test_train_and_export(family, root, tmp_path, capsys):
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     before = float(captured.out.split("before training: val ")[1].split()[0])
     assert lines[-1]["val_loss"] < lines[1]["val_loss"] < before
+    tolerance = 1e-4 if "float32" in options else 0.02
+    assert before == pytest.approx(answer_loss(root, root / family), abs=tolerance)
+    after = answer_loss(root, tmp_path / "out")
+    assert lines[-1]["val_loss"] == pytest.approx(after, abs=tolerance)
 
     tokens = np.random.default_rng(0).integers(0, len(hf_models.VOCABULARY), (2, 30))
     ours, theirs = logits(tmp_path / "out", tokens), hf_models.logits_of(tmp_path / "out", tokens)
@@ -88,42 +107,27 @@ def test_train_and_export(family, root, tmp_path, capsys):
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_resuming_continues_bit_by_bit(root, tmp_path, monkeypatch, capsys):
-    observe = reporting.Reporter.step
-
-    def interrupt(self, step, metrics):
-        observe(self, step, metrics)
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def run(name: str, *options: str) -> list[str]:
-        places = ["--checkpoint", f"{tmp_path}/{name}", "--export", f"{tmp_path}/{name}-out"]
-        return command(root, "Qwen2", "--lora", "attention=2", *places, *options)
-
-    assert finetune_llm.main(run("whole")) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(reporting.Reporter, "step", interrupt)
-        assert finetune_llm.main(run("parts")) == 130
-    assert "interrupted after step 3 of 4; checkpoint saved" in capsys.readouterr().err
-    assert not (tmp_path / "parts-out").exists()
-    assert finetune_llm.main(run("parts", "--resume")) == 0
-    weights = [tmp_path / f"{name}-out" / "model.safetensors" for name in ("whole", "parts")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-
-    # A finished run is only exported again, where that was asked for.
-    assert finetune_llm.main(run("parts", "--resume")) == 2
-    assert "is not empty: choose another --export" in capsys.readouterr().err
-    assert finetune_llm.main(run("parts", "--resume", "--overwrite")) == 0
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert finetune_llm.main(run("parts", "--resume", "--overwrite", "--lora-lr", "1")) == 2
-    assert "has optimizer.lora_lr=0.0002 (now 1.0)" in capsys.readouterr().err
+LORA = shlex.split(
+    "--precision float32 --matrix-free --lora attention=2 down_proj=3 --lora-lr 1e-2"
+)
 
 
-def test_lora_changes_what_it_adapts_by_its_rank(root, tmp_path):
-    out = tmp_path / "out"
-    options = shlex.split("--precision float32 --lora attention=2 down_proj=3 --lora-lr 1e-2")
-    assert finetune_llm.main(command(root, "Llama", *options, "--export", str(out))) == 0
-    old, new = (load(path)[0]["layers"] for path in (root / "Llama", out))
+def run_lora(root: pathlib.Path, places: pathlib.Path, *options: str) -> int:
+    """Adapters on some layers, GaLore on the others; all of its output is below ``places``."""
+    output = shlex.split(f"--export {places}/out --log {places}/log --checkpoint {places}/run")
+    return finetune_llm.main(command(root, "Llama", *LORA, *output, *options))
+
+
+@pytest.fixture(scope="module")
+def whole(root, tmp_path_factory) -> pathlib.Path:
+    """What `run_lora` left behind when nobody interrupted it."""
+    directory = tmp_path_factory.mktemp("whole")
+    assert run_lora(root, directory) == 0
+    return directory
+
+
+def test_lora_changes_what_it_adapts_by_its_rank(root, whole):
+    old, new = (load(path)[0]["layers"] for path in (root / "Llama", whole / "out"))
     ranks = {("self_attn", f"{name}_proj"): 2 for name in "qkvo"} | {("mlp", "down_proj"): 3}
     for module, name in [*ranks, ("mlp", "up_proj"), ("mlp", "gate_proj")]:
         change = np.asarray(new[module][name]["kernel"] - old[module][name]["kernel"])
@@ -132,39 +136,59 @@ def test_lora_changes_what_it_adapts_by_its_rank(root, tmp_path):
         # Refreshed twice, GaLore's changes have up to twice its rank.
         assert np.all(rank == ranks[module, name] if (module, name) in ranks else rank > 4)
     tokens = np.random.default_rng(0).integers(0, len(hf_models.VOCABULARY), (2, 30))
-    np.testing.assert_allclose(
-        logits(out, tokens), hf_models.logits_of(out, tokens), atol=1e-4, rtol=1e-4
-    )
+    ours, theirs = logits(whole / "out", tokens), hf_models.logits_of(whole / "out", tokens)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["", pytest.param("--matrix-free --lora attention=2", marks=pytest.mark.slow)],
-)
-def test_a_mesh_gives_the_same_losses(options, root, tmp_path, monkeypatch):
+def test_resuming_continues_bit_by_bit(root, whole, tmp_path, monkeypatch, capsys):
+    observe = reporting.Reporter.step
+
+    def interrupt(self, step, metrics):
+        observe(self, step, metrics)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reporting.Reporter, "step", interrupt)
+        assert run_lora(root, tmp_path) == 130
+    assert "interrupted after step 3 of 4; checkpoint saved" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run_lora(root, tmp_path, "--resume") == 0
+    weights = [path / "out" / "model.safetensors" for path in (whole, tmp_path)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+    # A finished run is only exported again, where that was asked for.
+    before = contents(tmp_path)
+    assert run_lora(root, tmp_path, "--resume") == 2
+    assert "is not empty: choose another --export" in capsys.readouterr().err
+    assert run_lora(root, tmp_path, "--resume", "--overwrite", "--lora-lr", "1") == 2
+    assert "has optimizer.lora_lr=0.01 (now 1.0)" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+    assert run_lora(root, tmp_path, "--resume", "--overwrite") == 0
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_same_losses(root, whole, tmp_path, monkeypatch):
     placed = []
-    make_train_step = finetune_llm.training.make_train_step
+    make_train_step = training.make_train_step
 
     def spy(gradients, tx, shardings=None):
         placed.append(shardings)
         return make_train_step(gradients, tx, shardings)
 
-    monkeypatch.setattr(finetune_llm.training, "make_train_step", spy)
-    losses = []
-    for name, mesh in (("one", []), ("many", ["--mesh", "fsdp=4", "tensor=2"])):
-        log, save = f"{tmp_path}/{name}.jsonl", f"{tmp_path}/{name}"
-        more = [*shlex.split(options), "--precision", "float32", *mesh, "--log", log]
-        assert finetune_llm.main(command(root, "Qwen3", *more, "--export", save)) == 0
-        losses.append([(x["loss"], x["grad_norm"]) for x in read_log(pathlib.Path(log))])
+    monkeypatch.setattr(training, "make_train_step", spy)
+    assert run_lora(root, tmp_path, "--mesh", "fsdp=4", "tensor=2") == 0
+    losses = [
+        [(x["loss"], x["grad_norm"]) for x in read_log(path / "log")] for path in (whole, tmp_path)
+    ]
     np.testing.assert_allclose(*losses, rtol=2e-3)
-    weights = [load(tmp_path / name)[0] for name in ("one", "many")]
+    weights = [load(path / "out")[0] for path in (whole, tmp_path)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), *weights)
-    assert placed[0] is None
-    params, state = placed[1]
+    ((params, state),) = placed
     spec = params["layers"]["mlp"]["up_proj"]["kernel"].spec
     assert spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
-    divided = [s for s in jax.tree.leaves(state) if not s.is_fully_replicated]
-    assert len(divided) > 10
+    assert sum(not place.is_fully_replicated for place in jax.tree.leaves(state)) > 10
 
 
 def test_long_examples_are_left_out_when_asked(root, tmp_path, capsys):

@@ -169,6 +169,7 @@ def test_a_quantised_base(params, apply, tokens, qtype, error):
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix's use of Flax
 def test_a_model_that_qwix_adapted(tokens):
     """Of an unscanned module, qwix's own adapters and quantised weights do as well as ours."""
     qwix = pytest.importorskip("qwix", reason="the qwix extra")
