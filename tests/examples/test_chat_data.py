@@ -8,7 +8,10 @@ import pytest
 import chat_data
 from errors import UserError
 
-hf_models = pytest.importorskip("tests.examples.hf_models", reason="needs transformers")
+pytest.importorskip("torch", reason="the conformance extra")
+pytest.importorskip("transformers", reason="the conformance extra")
+
+from tests.examples import hf_models
 
 pytestmark = pytest.mark.torch
 

@@ -13,7 +13,10 @@ import hf_config
 from decoder import functional
 from errors import UserError
 
-hf_models = pytest.importorskip("tests.examples.hf_models", reason="needs transformers")
+pytest.importorskip("torch", reason="the conformance extra")
+pytest.importorskip("transformers", reason="the conformance extra")
+
+from tests.examples import hf_models
 
 pytestmark = pytest.mark.torch
 

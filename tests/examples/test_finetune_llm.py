@@ -21,7 +21,10 @@ import reporting
 import training
 from decoder import functional
 
-hf_models = pytest.importorskip("tests.examples.hf_models", reason="needs transformers")
+pytest.importorskip("torch", reason="the conformance extra")
+pytest.importorskip("transformers", reason="the conformance extra")
+
+from tests.examples import hf_models
 
 pytestmark = [
     pytest.mark.torch,
