@@ -1,4 +1,4 @@
-"""The decoder that every example trains: the architecture of Qwen2 and LLaMA, in Flax NNX.
+"""The decoder that every example trains: the architecture of Qwen2, Qwen3 and LLaMA, in Flax NNX.
 
 RMSNorm, rotary positions, grouped-query attention and SwiGLU, with the names and conventions of
 the Hugging Face checkpoints, except that a projection is a Flax kernel ``(in, out)`` and that the
@@ -14,7 +14,6 @@ A module is convenient to write; a pure function is convenient to differentiate,
   (1, 16, 256)
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -22,140 +21,35 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.typing import DTypeLike
+
+from decoder_config import DecoderConfig as DecoderConfig
+from lora import LoraLinear
+from rotary import rotary_tables, rotate
 
 Params: TypeAlias = dict[str, Any]
 """Nested dicts of arrays."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """The shape of a decoder. Fields are named as in a Hugging Face ``config.json``.
-
-    Attributes:
-        vocab_size: number of tokens.
-        hidden_size: width of the residual stream.
-        intermediate_size: width of the SwiGLU feed-forward layer.
-        num_hidden_layers: number of layers.
-        num_attention_heads: number of query heads.
-        num_key_value_heads: number of key and value heads, each shared by a group of query heads.
-        head_dim: width of a head; ``None`` means ``hidden_size / num_attention_heads``.
-        max_position_embeddings: the longest sequence that `Decoder` accepts.
-        rope_theta: base of the rotary frequencies.
-        rms_norm_eps: added to the mean square in every norm.
-        tie_word_embeddings: read the logits off with the embedding instead of an ``lm_head``.
-        attention_bias: biases on the query, key and value projections, as in Qwen2.
-        remat: keep only the layer boundaries for the backward pass, and recompute the rest.
-        param_dtype: what the parameters are stored in.
-        dtype: what the layers compute in, apart from norm statistics, rotations, softmax and
-            logits, which are float32.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    remat: bool = False
-    param_dtype: DTypeLike = jnp.float32
-    dtype: DTypeLike = jnp.float32
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and value < 1:
-                raise ValueError(f"{field.name}={value} must be at least 1")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}; every key-value head serves the "
-                "same number of query heads"
-            )
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of "
-                f"num_attention_heads={self.num_attention_heads}; change one of them or set "
-                "head_dim"
-            )
-        if self.resolved_head_dim < 2 or self.resolved_head_dim % 2:
-            raise ValueError(
-                f"head_dim={self.resolved_head_dim} must be even and positive: rotary positions "
-                "turn pairs of channels"
-            )
-        for name in ("param_dtype", "dtype"):
-            if not jnp.issubdtype(getattr(self, name), jnp.floating):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a floating-point type")
-
-    @property
-    def resolved_head_dim(self) -> int:
-        """The width of a head, derived where ``head_dim`` is ``None``."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @classmethod
-    def tiny(cls, **changes: Any) -> "DecoderConfig":
-        """0.8 million parameters that read bytes: trains in a minute or two on a laptop."""
-        sizes: dict[str, Any] = {
-            "vocab_size": 256,
-            "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        }
-        return cls(**(sizes | changes))
-
-    @classmethod
-    def qwen2_0_5b(cls, **changes: Any) -> "DecoderConfig":
-        """Qwen2-0.5B and Qwen2.5-0.5B."""
-        sizes: dict[str, Any] = {
-            "vocab_size": 151_936,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 32_768,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "remat": True,
-        }
-        return cls(**(sizes | changes))
-
-    @classmethod
-    def llama2_7b(cls, **changes: Any) -> "DecoderConfig":
-        """LLaMA-2-7B, the size that papers on low-rank optimizers report."""
-        sizes: dict[str, Any] = {
-            "vocab_size": 32_000,
-            "hidden_size": 4096,
-            "intermediate_size": 11_008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "remat": True,
-        }
-        return cls(**(sizes | changes))
-
-
 def _linear(
-    config: DecoderConfig, inputs: int, outputs: int, *, use_bias: bool = False, rngs: nnx.Rngs
-) -> nnx.Linear:
-    return nnx.Linear(
+    config: DecoderConfig,
+    inputs: int,
+    outputs: int,
+    *,
+    name: str,
+    use_bias: bool = False,
+    rngs: nnx.Rngs,
+) -> nnx.Module:
+    dtypes: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+    rank = dict(config.lora_ranks).get(name)
+    if rank is None:
+        return nnx.Linear(inputs, outputs, use_bias=use_bias, **dtypes, rngs=rngs)
+    return LoraLinear(
         inputs,
         outputs,
+        rank=rank,
+        alpha=config.lora_alpha,
         use_bias=use_bias,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
+        **dtypes,
         rngs=rngs,
     )
 
@@ -163,8 +57,8 @@ def _linear(
 class RMSNorm(nnx.Module):
     """Divides by the root mean square in float32, then scales in the input's type, as HF does."""
 
-    def __init__(self, config: DecoderConfig):
-        self.scale = nnx.Param(jnp.ones((config.hidden_size,), config.param_dtype))
+    def __init__(self, config: DecoderConfig, width: int | None = None):
+        self.scale = nnx.Param(jnp.ones((width or config.hidden_size,), config.param_dtype))
         self.eps = config.rms_norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -175,36 +69,17 @@ class RMSNorm(nnx.Module):
         return jnp.expand_dims(scale, range(x.ndim - 1)) * y.astype(x.dtype)
 
 
-def rotary_tables(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of shape ``(batch, length, 1, head_dim / 2)`` for ``(batch, length)``."""
-    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    frequencies = jnp.reshape(theta**-exponents, (1, 1, 1, -1))
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns channel ``i`` together with channel ``i + head_dim / 2`` (HF's ``rotate_half``).
-
-    Args:
-        x: queries or keys, ``(batch, length, heads, head_dim)``.
-        tables: from `rotary_tables`.
-
-    Returns:
-        The rotated array, in the type of ``x``.
-    """
-    cos, sin = tables
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None
+) -> jax.Array:
     """Softmax attention in which consecutive query heads share one key-value head.
 
     Args:
         q: ``(batch, length, heads, head_dim)``.
         k: ``(batch, length, key_value_heads, head_dim)``.
         v: as ``k``.
+        segments: ``(batch, length)``, whole numbers; a position sees those of its own segment
+            only. ``None`` means that a row is one segment.
 
     Returns:
         An array like ``q``. Scores and softmax are float32.
@@ -213,6 +88,9 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     q = jnp.reshape(q, (*q.shape[:2], shared, heads // shared, q.shape[3]))
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     visible = jnp.tril(jnp.ones((length, length), bool))[None, None, None]
+    if segments is not None:
+        same = segments[:, :, None] == segments[:, None, :]
+        visible = visible & same[:, None, None]
     scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, jnp.finfo(scores.dtype).min)
     mixed = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores).astype(v.dtype), v)
     return jnp.reshape(mixed, (*mixed.shape[:2], heads, -1))
@@ -225,19 +103,34 @@ class Attention(nnx.Module):
         queries = config.num_attention_heads * config.resolved_head_dim
         keys = config.num_key_value_heads * config.resolved_head_dim
         width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = _linear(config, width, queries, use_bias=bias, rngs=rngs)
-        self.k_proj = _linear(config, width, keys, use_bias=bias, rngs=rngs)
-        self.v_proj = _linear(config, width, keys, use_bias=bias, rngs=rngs)
-        self.o_proj = _linear(config, queries, width, rngs=rngs)
-        self.head_dim = config.resolved_head_dim
 
-    def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+        def linear(name: str, inputs: int, outputs: int, use_bias: bool = False) -> Any:
+            return _linear(config, inputs, outputs, name=name, use_bias=use_bias, rngs=rngs)
+
+        self.q_proj = linear("q_proj", width, queries, use_bias=bias)
+        self.k_proj = linear("k_proj", width, keys, use_bias=bias)
+        self.v_proj = linear("v_proj", width, keys, use_bias=bias)
+        self.o_proj = linear("o_proj", queries, width)
+        self.head_dim = config.resolved_head_dim
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config, config.resolved_head_dim)
+            self.k_norm = RMSNorm(config, config.resolved_head_dim)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: tuple[jax.Array, jax.Array],
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
         """Mixes positions: ``(batch, length, hidden_size)`` in and out."""
         heads = (*x.shape[:-1], -1, self.head_dim)
-        q = rotate(jnp.reshape(self.q_proj(x), heads), tables)
-        k = rotate(jnp.reshape(self.k_proj(x), heads), tables)
+        q = jnp.reshape(self.q_proj(x), heads)
+        k = jnp.reshape(self.k_proj(x), heads)
         v = jnp.reshape(self.v_proj(x), heads)
-        mixed = causal_attention(q, k, v)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        mixed = causal_attention(rotate(q, tables), rotate(k, tables), v, segments)
         return self.o_proj(jnp.reshape(mixed, (*x.shape[:-1], -1)))
 
 
@@ -246,9 +139,13 @@ class MLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = _linear(config, width, inner, rngs=rngs)
-        self.up_proj = _linear(config, width, inner, rngs=rngs)
-        self.down_proj = _linear(config, inner, width, rngs=rngs)
+
+        def linear(name: str, inputs: int, outputs: int) -> Any:
+            return _linear(config, inputs, outputs, name=name, rngs=rngs)
+
+        self.gate_proj = linear("gate_proj", width, inner)
+        self.up_proj = linear("up_proj", width, inner)
+        self.down_proj = linear("down_proj", inner, width)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Works on every position alone."""
@@ -264,9 +161,14 @@ class Layer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: tuple[jax.Array, jax.Array],
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
         """One step of the residual stream, with the `rotary_tables` of its positions."""
-        x = x + self.self_attn(self.input_layernorm(x), tables)
+        x = x + self.self_attn(self.input_layernorm(x), tables, segments)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -296,14 +198,23 @@ class Decoder(nnx.Module):
         self.layers = stack(rngs)
         self.norm = RMSNorm(config)
         if not config.tie_word_embeddings:
-            self.lm_head = _linear(config, config.hidden_size, config.vocab_size, rngs=rngs)
+            self.lm_head: Any = _linear(
+                config, config.hidden_size, config.vocab_size, name="lm_head", rngs=rngs
+            )
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
         """Computes the logits of every next token.
 
         Args:
             tokens: token ids, ``(batch, length)``. A token sees itself and what stands before it.
             positions: rotary positions of the same shape; ``None`` counts from 0.
+            segments: which of several packed texts a token belongs to, whole numbers of the same
+                shape; tokens see their own text only. ``None`` means one text a row.
 
         Returns:
             float32 logits, ``(batch, length, vocab_size)``.
@@ -316,12 +227,14 @@ class Decoder(nnx.Module):
             )
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-        tables = rotary_tables(positions, config.resolved_head_dim, config.rope_theta)
+        tables = rotary_tables(
+            positions, config.resolved_head_dim, config.rope_theta, config.rope_scaling
+        )
 
         structure, stacked = nnx.split(self.layers)
 
         def layer(x: jax.Array, one: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(structure, one)(x, tables), None
+            return nnx.merge(structure, one)(x, tables, segments), None
 
         if config.remat:
             layer = jax.checkpoint(layer, prevent_cse=False)  # scan already keeps them apart
@@ -346,8 +259,9 @@ def functional(
         config: the shape.
 
     Returns:
-        ``init(key) -> params`` and ``apply(params, tokens, positions=None) -> logits``. Both may be
-        jitted, and ``jax.eval_shape(init, key)`` gives the shapes of a model that fits nowhere.
+        ``init(key) -> params`` and ``apply(params, tokens, positions=None, segments=None) ->
+        logits``. Both may be jitted, and ``jax.eval_shape(init, key)`` gives the shapes of a model
+        that fits nowhere.
     """
 
     def build(rngs: nnx.Rngs) -> Decoder:
@@ -358,8 +272,13 @@ def functional(
     def init(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.split(build(nnx.Rngs(key)), nnx.Param)[1])
 
-    def apply(params: Params, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        return nnx.merge(structure, params)(tokens, positions)
+    def apply(
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        return nnx.merge(structure, params)(tokens, positions, segments)
 
     return init, apply
 

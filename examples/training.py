@@ -18,22 +18,26 @@ import numpy as np
 import optax
 
 import lowrank_optax as lro
-from data import Corpus
 from decoder import Params
 from errors import Interruption, UserError
 
-LossFn: TypeAlias = Callable[[Params, jax.Array], jax.Array]
-"""``loss_fn(params, tokens)``, the tokens being ``(batch, length + 1)``."""
+Batch: TypeAlias = Any
+"""Tokens, ``(batch, length + 1)``, or a pytree of arrays whose first axis is the batch."""
 
-GradientFn: TypeAlias = Callable[
-    [Params, jax.Array, optax.OptState], tuple[jax.Array, Params, Mapping[str, Any]]
-]
-"""``(params, tokens, opt_state) -> loss, gradients, extra arguments for tx.update``."""
+LossFn: TypeAlias = Callable[..., jax.Array]
+"""``loss_fn(params, batch, *constants)``, a mean over the batch. Constants are arrays that are not
+trained: a frozen base, a reference model."""
 
-TrainStep: TypeAlias = Callable[
-    [Params, optax.OptState, jax.Array | np.ndarray],
-    tuple[Params, optax.OptState, dict[str, jax.Array]],
-]
+GradientFn: TypeAlias = Callable[..., tuple[jax.Array, Params, Mapping[str, Any]]]
+"""``(params, batch, opt_state, *constants) -> loss, gradients, extra arguments for tx.update``."""
+
+TrainStep: TypeAlias = Callable[..., tuple[Params, optax.OptState, dict[str, jax.Array]]]
+"""``(params, opt_state, batch, *constants) -> params, opt_state, metrics``."""
+
+
+def _micro_batches(batch: Batch, number: int) -> Batch:
+    """The batch in equal parts, on a new first axis."""
+    return jax.tree.map(lambda x: jnp.reshape(x, (number, -1, *x.shape[1:])), batch)
 
 
 def full_gradients(loss_fn: LossFn, micro_batches: int = 1) -> GradientFn:
@@ -52,18 +56,19 @@ def full_gradients(loss_fn: LossFn, micro_batches: int = 1) -> GradientFn:
     value_and_grad = jax.value_and_grad(loss_fn)
 
     def gradients(
-        params: Params, tokens: jax.Array, opt_state: optax.OptState
+        params: Params, batch: Batch, opt_state: optax.OptState, *constants: Any
     ) -> tuple[jax.Array, Params, Mapping[str, Any]]:
         del opt_state
         if micro_batches == 1:
-            return *value_and_grad(params, tokens), {}
+            return *value_and_grad(params, batch, *constants), {}
 
-        def add(total: Any, part: jax.Array) -> tuple[Any, None]:
-            one = value_and_grad(params, part)
+        def add(total: Any, part: Batch) -> tuple[Any, None]:
+            one = value_and_grad(params, part, *constants)
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, one), None
 
-        parts = jnp.reshape(tokens, (micro_batches, -1, tokens.shape[1]))
-        like = jax.eval_shape(value_and_grad, params, parts[0])
+        parts = _micro_batches(batch, micro_batches)
+        first = jax.tree.map(lambda x: x[0], parts)
+        like = jax.eval_shape(value_and_grad, params, first, *constants)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
         total, _ = jax.lax.scan(add, zeros, parts)
         loss, grads = jax.tree.map(lambda x, y: (x / micro_batches).astype(y.dtype), total, like)
@@ -88,19 +93,21 @@ def compact_gradients(loss_fn: LossFn, micro_batches: int = 1) -> GradientFn:
     compact = lro.compact_value_and_grad(loss_fn)
 
     def gradients(
-        params: Params, tokens: jax.Array, opt_state: optax.OptState
+        params: Params, batch: Batch, opt_state: optax.OptState, *constants: Any
     ) -> tuple[jax.Array, Params, Mapping[str, Any]]:
-        parts = jnp.reshape(tokens, (micro_batches, -1, tokens.shape[1]))
-        loss, grads, bases = compact(params, parts[0], opt_state=opt_state)
+        parts = _micro_batches(batch, micro_batches)
+        first = jax.tree.map(lambda x: x[0], parts)
+        rest = jax.tree.map(lambda x: x[1:], parts)
+        loss, grads, bases = compact(params, first, *constants, opt_state=opt_state)
         if micro_batches > 1:
 
-            def add(total: Any, part: jax.Array) -> tuple[Any, None]:
-                loss, grads, _ = compact(params, part, opt_state=opt_state, bases=bases)
+            def add(total: Any, part: Batch) -> tuple[Any, None]:
+                loss, grads, _ = compact(params, part, *constants, opt_state=opt_state, bases=bases)
                 return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads)), None
 
             like = loss, grads
             total = jax.tree.map(lambda x: x.astype(jnp.float32), like)
-            total, _ = jax.lax.scan(add, total, parts[1:])
+            total, _ = jax.lax.scan(add, total, rest)
             loss, grads = jax.tree.map(
                 lambda x, y: (x / micro_batches).astype(y.dtype), total, like
             )
@@ -110,31 +117,33 @@ def compact_gradients(loss_fn: LossFn, micro_batches: int = 1) -> GradientFn:
 
 
 def make_train_step(
-    gradients: GradientFn, tx: optax.GradientTransformationExtraArgs, shardings: Any = None
+    gradients: GradientFn,
+    tx: optax.GradientTransformationExtraArgs,
+    shardings: tuple[Any, Any] | None = None,
 ) -> TrainStep:
     """One update, jitted. The old parameters and the old state give their memory to the new ones.
 
     Args:
         gradients: for instance `full_gradients`.
         tx: the optimizer.
-        shardings: of parameters and state on a mesh, a pair of trees; ``None`` for one device.
+        shardings: where parameters and optimizer state are to be afterwards; ``None`` leaves it
+            to the compiler.
 
     Returns:
-        ``step(params, opt_state, tokens) -> params, opt_state, metrics``. The metrics are the
-        loss and the norm of the gradients, both before the update.
+        ``step(params, opt_state, batch, *constants) -> params, opt_state, metrics``. The metrics
+        are the loss and the norm of the gradients, both before the update.
     """
 
     def step(
-        params: Params, opt_state: optax.OptState, tokens: jax.Array
+        params: Params, opt_state: optax.OptState, batch: Batch, *constants: Any
     ) -> tuple[Params, optax.OptState, dict[str, jax.Array]]:
-        loss, grads, extra = gradients(params, tokens, opt_state)
+        loss, grads, extra = gradients(params, batch, opt_state, *constants)
         updates, opt_state = tx.update(grads, opt_state, params, **extra)
         new: Any = optax.apply_updates(params, updates)
         return new, opt_state, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
-    if shardings is None:
-        return jax.jit(step, donate_argnums=(0, 1))
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None))
+    out = None if shardings is None else (*shardings, None)
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
 
 
 def make_evaluate(loss_fn: LossFn) -> Callable[[Params, Iterable[np.ndarray]], float]:
@@ -151,6 +160,11 @@ def make_evaluate(loss_fn: LossFn) -> Callable[[Params, Iterable[np.ndarray]], f
 def count_bytes(tree: Any) -> int:
     """How many bytes the arrays of a pytree hold."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def count_tokens(batch: Batch) -> int:
+    """How many tokens a batch predicts; of a packed one, those that belong to a text."""
+    return batch[:, 1:].size if hasattr(batch, "shape") else np.count_nonzero(batch["segments"])
 
 
 class StopRequest:
@@ -174,6 +188,18 @@ class StopRequest:
     def _note(self, *_: object) -> None:
         self.requested = True
         signal.signal(signal.SIGINT, self._previous)
+
+
+class Batches(Protocol):
+    """Data: what a `Corpus` is, or anything else whose batches are a function of the step."""
+
+    def batch(self, seed: int, step: int, size: int) -> Batch:
+        """The training batch of one step, counted from 0, of ``size`` rows."""
+        ...
+
+    def validation_batches(self, size: int) -> Iterable[Batch]:
+        """What is validated on, in batches of at most ``size`` rows."""
+        ...
 
 
 class Observer(Protocol):
@@ -211,11 +237,13 @@ class Result:
         val_loss: at the end, in nats a byte.
         state_bytes: held by the optimizer.
         step_seconds: the median, compilation left out; ``None`` where too few steps were timed.
+        params: what was trained.
     """
 
     val_loss: float
     state_bytes: int
     step_seconds: float | None
+    params: Params
 
 
 def train(
@@ -223,8 +251,8 @@ def train(
     start: int,
     *,
     train_step: TrainStep,
-    evaluate: Callable[[Params, Iterable[np.ndarray]], float],
-    corpus: Corpus,
+    evaluate: Callable[[Params, Iterable[Any]], float],
+    corpus: Batches,
     schedule: optax.Schedule,
     settings: Settings,
     observer: Observer,
@@ -261,9 +289,9 @@ def train(
     val_loss = None
     with StopRequest() as stop:
         for step in range(start, settings.steps):
-            tokens = corpus.batch(settings.seed, step, settings.batch_size)
+            batch = corpus.batch(settings.seed, step, settings.batch_size)
             began = time.perf_counter()
-            params, opt_state, measured = train_step(params, opt_state, place(tokens))
+            params, opt_state, measured = train_step(params, opt_state, place(batch))
             metrics = {name: float(value) for name, value in measured.items()}  # waits for them
             seconds.append(time.perf_counter() - began)
             if not math.isfinite(metrics["loss"]):
@@ -274,7 +302,7 @@ def train(
             done = step + 1
             last = done == settings.steps
             metrics["learning_rate"] = float(jnp.asarray(schedule(step)))
-            metrics["tokens_per_second"] = tokens[:, 1:].size / seconds[-1]
+            metrics["tokens_per_second"] = count_tokens(batch) / seconds[-1]
             if last or done % settings.eval_every == 0:
                 val_loss = validate(params)
                 metrics["val_loss"] = val_loss
@@ -287,4 +315,5 @@ def train(
     if val_loss is None:  # resumed at the end: nothing left to train
         val_loss = validate(params)
     timed = seconds[1:]  # the first one compiles
-    return Result(val_loss, count_bytes(opt_state), statistics.median(timed) if timed else None)
+    median = statistics.median(timed) if timed else None
+    return Result(val_loss, count_bytes(opt_state), median, params)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import decoder
+import rotary
 from decoder import Decoder, DecoderConfig, functional, next_token_loss
 
 SMALL: dict[str, Any] = {
@@ -49,7 +50,7 @@ def jitted_gradient(apply, tokens):
         {},
         {"tie_word_embeddings": True},
         {"attention_bias": True, "head_dim": 10},
-        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 4, "qk_norm": True},
     ],
     ids=str,
 )
@@ -67,6 +68,7 @@ def test_shapes_follow_the_config(changes):
         config.num_key_value_heads * config.resolved_head_dim
     )
     assert ("bias" in attention["v_proj"]) == config.attention_bias
+    assert ("q_norm" in attention) == config.qk_norm
     assert "bias" not in attention["o_proj"]
     assert params["layers"]["mlp"]["down_proj"]["kernel"].shape == (2, 40, 24)
 
@@ -116,6 +118,29 @@ def test_rotary_scores_depend_on_the_distance_only():
     np.testing.assert_allclose(
         jnp.linalg.norm(moved, axis=-1), jnp.linalg.norm(q, axis=-1), rtol=1e-5
     )
+
+
+def test_llama3_stretches_long_wavelengths_only():
+    scaling = rotary.RopeScaling(8.0, 1.0, 4.0, original_max_position_embeddings=64)
+    wavelengths = np.array([1.0, 15.9, 24.0, 64.1, 1e6])  # 64 / 4, between, 64 / 1
+    stretched = 2 * np.pi / np.asarray(scaling(jnp.asarray(2 * np.pi / wavelengths, jnp.float32)))
+    np.testing.assert_allclose(stretched[:2], wavelengths[:2], rtol=1e-5)
+    np.testing.assert_allclose(stretched[3:], 8 * wavelengths[3:], rtol=1e-5)
+    assert 24 < stretched[2] < 8 * 24
+    with pytest.raises(ValueError, match=r"low_freq_factor=4\.0 must be positive and below high"):
+        rotary.RopeScaling(8.0, 4.0, 4.0, 64)
+    with pytest.raises(ValueError, match=r"factor=0\.5 must be at least 1"):
+        rotary.RopeScaling(0.5, 1.0, 4.0, 64)
+
+
+def test_segments_do_not_see_each_other():
+    params, apply, tokens = setup(small(qk_norm=True))
+    segments = jnp.array([[1] * 5 + [2] * 7, [1] * 12])
+    positions = jnp.array([[*range(5), *range(7)], [*range(12)]])
+    packed = apply(params, tokens, positions, segments)
+    alone = apply(params, jnp.roll(tokens, -5, axis=1))
+    np.testing.assert_allclose(packed[0, 5:], alone[0, :7], atol=1e-5)
+    np.testing.assert_allclose(packed[1], apply(params, tokens)[1], atol=1e-5)
 
 
 def test_a_shift_of_all_positions_leaves_the_logits():

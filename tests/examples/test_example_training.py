@@ -75,6 +75,26 @@ def test_accumulated_gradients_keep_the_type_of_the_parameters(params, tokens):
     assert (grads["w"].dtype, loss.dtype, extra) == (jnp.bfloat16, jnp.float32, {})
 
 
+@pytest.mark.parametrize("make", [training.full_gradients, training.compact_gradients])
+def test_batches_may_be_pytrees_and_losses_have_constants(params, tokens, make):
+    def loss(params, batch, constants):
+        error = batch["x"] @ params["w"] - constants["shift"]
+        return jnp.mean(batch["weight"][:, None] * error**2)
+
+    batch = {"x": tokens.astype(jnp.float32), "weight": jnp.arange(8.0)}
+    constants = {"shift": jnp.ones(3)}
+    tx = lro.galore_project(optax.sgd(1e-2), lro.refresh_basis(2, method="random"))
+    state = tx.init(params)
+    whole, parts = (make(loss, number)(params, batch, state, constants)[:2] for number in (1, 4))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, parts)
+    assert whole[0] == pytest.approx(float(loss(params, batch, constants)), rel=1e-5)
+
+
+def test_tokens_are_counted_where_there_are_any():
+    assert training.count_tokens(np.zeros((4, 9))) == 32
+    assert training.count_tokens({"segments": np.array([[1, 2, 2, 0]])}) == 3
+
+
 def test_extra_arguments_of_the_gradients_reach_the_optimizer(params, tokens):
     def gradients(params, tokens, opt_state):
         loss, grads, _ = training.full_gradients(loss_fn)(params, tokens, opt_state)
