@@ -24,6 +24,15 @@ def _check_not_compact(plan: Plan, gradients: list[Any]) -> None:
             )
 
 
+def _check_same_shapes(path: str, given: Bases, stored: Bases) -> None:
+    got, expected = ([None if b is None else b.shape for b in x] for x in (given, stored))
+    if got != expected:
+        raise ValueError(
+            f"{path!r}: got bases of shapes {got}, expected {expected}; compute gradients with the "
+            "opt_state that you update"
+        )
+
+
 def refresh_basis(
     rank: Rank = 128,
     every: Every | AdaptiveEvery = 200,
@@ -200,6 +209,8 @@ def refresh_basis(
     def accept(plan, given, old, state):
         """Takes over bases that the backward pass refreshed."""
         paths = [plan.leaves[index].path for index in plan.targets]
+        for path, kept in zip(paths, old, strict=True):
+            _check_same_shapes(path, given.bases[path], kept)
         new = [
             jax.tree.map(place_like, given.bases[path], kept)
             for path, kept in zip(paths, old, strict=True)

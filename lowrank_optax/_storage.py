@@ -4,6 +4,8 @@ The columns of a basis have norm 1, so an 8-bit column needs no scale beside it:
 integers stand for it, dividing by their norm gives the column back.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -33,10 +35,12 @@ def store(basis: Float[Array, "*rows r"], view: View, dtype: jnp.dtype) -> Array
     return jnp.round(_LARGEST * basis / largest).astype(dtype)
 
 
-def read(stored: Array, view: View) -> Float[Array, "*rows r"]:
-    """A basis from what is stored; floats stay in their dtype."""
+def read(stored: Any, view: View) -> Any:
+    """A basis from what is stored; floats stay in their dtype. Of a shape, the basis's shape."""
     if jnp.issubdtype(stored.dtype, jnp.floating):
         return stored
+    if isinstance(stored, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(stored.shape, jnp.float32, sharding=stored.sharding)
     columns = stored.astype(jnp.float32)
     squares = jnp.sum(jnp.square(columns), axis=_axes(stored, view), keepdims=True)
     return columns / jnp.sqrt(squares)

@@ -135,19 +135,19 @@ def _warn_of_signs(name: str, inner_state: Any) -> None:
         warnings.warn(
             f"{name}: the inner optimizer is Lion, which takes signs inside the subspace; lifting "
             "mixes them, so entries of the update lose their sign and their common size. Take "
-            "signs after the lift: lift=lro.sign_lift() around low-rank momentum, or Lion behind a "
-            f"filter, optax.chain(lro.{name}(None, basis), optax.lion(...))",
+            f"signs after the lift, lro.{name}(lro.lion_momentum(), basis, lift=lro.sign_lift()), "
+            f"or put Lion behind a filter, optax.chain(lro.{name}(None, basis), optax.lion(...))",
             stacklevel=3,
         )
 
 
 def subspace_optimizer(
     name: str,
-    inner: optax.GradientTransformation | None,
-    basis: optax.GradientTransformation,
+    inner: Any,
+    basis: Any,
     *,
     scale: Any,
-    lift: Lift | None,
+    lift: Any,
     moments: _moments.Moments,
     metrics: bool,
     nonlinearity: Nonlinearity | None = None,
