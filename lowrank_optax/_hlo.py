@@ -15,6 +15,8 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r"known_trip_count\D+(\d+)")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 _GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 
 
@@ -95,6 +97,21 @@ def collectives(text: str, refreshing: bool = False) -> list[Collective]:
     def total(found: Iterable[Collective]) -> int:
         return sum(c.bytes * c.times for c in found)
 
+    def bounds(name: str) -> list[int]:
+        """The integers that a computation, and what it calls, compares with."""
+        here = lines.get(name, ())
+        found = [int(n) for line in here for n in _CONSTANT.findall(line)]
+        called = [c for line in here for c in _CALLED.findall(line)]
+        return found + [n for c in called for n in bounds(c)]
+
+    def trips(line: str) -> int:
+        said, condition = _TRIPS.search(line), _CONDITION.search(line)
+        if said:
+            return int(said[1])
+        # A scan's condition compares its counter with the length, and nothing else.
+        limits = bounds(condition[1]) if condition else []
+        return limits[0] if len(limits) == 1 else 1
+
     def of(name: str) -> list[Collective]:
         if name in done:
             return done[name]
@@ -113,8 +130,7 @@ def collectives(text: str, refreshing: bool = False) -> list[Collective]:
             if "true_computation=" in line:
                 found.extend(pick((of(c) for c in called), key=total))
                 continue
-            trips = _TRIPS.search(line) if "body=" in line else None
-            times = int(trips[1]) if trips else 1
+            times = trips(line) if "body=" in line else 1
             for name_called in called:
                 inner = of(name_called)
                 found.extend(c._replace(times=c.times * times) for c in inner)

@@ -81,5 +81,29 @@ def test_forms_of_the_text(kind, expected):
     assert bytes_by_kind(collectives(TEXT))[kind] == expected
 
 
+LOOP = """
+%condition (c: (s32[], f32[8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(7)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (b: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %one = s32[] constant(1)
+  %r = f32[8]{0} all-reduce(%x), to_apply=%add
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %w = (s32[], f32[8]{0}) while(%t), condition=%condition, body=%body
+}
+"""
+
+
+def test_the_length_of_a_loop_is_read_off_its_condition():
+    (found,) = collectives(LOOP)
+    assert (found.times, found.bytes) == (7, 32)
+    said = LOOP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
+    assert collectives(said)[0].times == 3
+
+
 def test_no_program():
     assert collectives("") == []
