@@ -82,7 +82,8 @@ class Checkpoints:
         if changed:
             raise UserError(
                 f"the run in '{self.directory}' has {', '.join(changed)}: resume it with the same "
-                "options or choose another --checkpoint directory"
+                "options or choose another --checkpoint directory (in your own code, lro.migrate "
+                "carries an optimizer's state over to another rank or other targets)"
             )
 
     def restore(self, like: Any) -> tuple[int, Any]:
@@ -108,7 +109,9 @@ class Checkpoints:
         except (ValueError, TypeError, KeyError, OSError) as error:
             raise UserError(
                 f"the checkpoint of step {step} in '{self.directory}' cannot be restored "
-                f"({one_line(error)[:200]}): choose another --checkpoint directory"
+                f"({one_line(error)[:200]}): choose another --checkpoint directory. A state of "
+                "another rank or other targets is restored as what it is, and then carried over by "
+                "lro.migrate(opt_state, old_tx, new_tx, params)"
             ) from error
         assert step is not None
         return step, restored

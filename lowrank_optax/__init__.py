@@ -18,6 +18,11 @@ from lowrank_optax._lift import subspace_lift as subspace_lift
 from lowrank_optax._metrics import Fidelity as Fidelity
 from lowrank_optax._metrics import Metrics as Metrics
 from lowrank_optax._metrics import metrics as metrics
+from lowrank_optax._migrate import migrate as migrate
+from lowrank_optax._rank_growth import RankGrowth as RankGrowth
+from lowrank_optax._rank_probe import LeafSpectrum as LeafSpectrum
+from lowrank_optax._rank_probe import RankProbe as RankProbe
+from lowrank_optax._rank_probe import rank_probe as rank_probe
 from lowrank_optax._refresh import refresh_basis as refresh_basis
 from lowrank_optax._sketch import logra_sketch as logra_sketch
 from lowrank_optax._state import SubspaceState as SubspaceState

@@ -151,7 +151,7 @@ def _weight(path: str, field: str, count: Array, after_one: Any, after_two: Any)
     return jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 1.0)
 
 
-def _bias(node: Any, path: str, first: str, second: str, count: Array, *probed: Any) -> Array:
+def bias_ratio(node: Any, path: str, first: str, second: str, count: Array, *probed: Any) -> Array:
     count = getattr(node, "count", count)
     first_weight = _weight(path, first, count, *probed)
     second_weight = _weight(path, second, count, *probed)
@@ -219,7 +219,7 @@ def _rotate_node(
         paired = [f for f in seconds if roles[f] == _SECOND]
         bias = jnp.ones([])
         if firsts and paired:
-            bias = _bias(node, leaf.path, next(iter(firsts)), paired[0], count, *probed)
+            bias = bias_ratio(node, leaf.path, next(iter(firsts)), paired[0], count, *probed)
         if here:
             static = (leaf.view, tuple((f, roles[f]) for f in seconds))
             arguments = (rotations[number], change.refreshed[number], firsts, seconds, bias)

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from lowrank_optax._contract import wide_dtype
+
 
 def probes(cores: Any, value: float, size: int = 1) -> Any:
     """A tree like ``cores`` of one-element leaves, or of ``size`` along each axis.
@@ -135,4 +137,25 @@ def decay_rates(
         return inner.update(ones, state, ones, **extra_args)[1]
 
     after_one = _advance(step, _from_the_start(probe_state(inner, inner_state, cores)))
+    return after_one, _advance(step, after_one)
+
+
+def outer_decay_rates(tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+    """Like :func:`decay_rates`, of a whole optimizer: it sees one-element weights.
+
+    Args:
+        tx: an optimizer. Weights of one element are no targets, so it keeps its moments in
+            the weights' own shape.
+        params: the tree that it updates, for its structure.
+
+    Returns:
+        The two states.
+    """
+    outer = optax.with_extra_args_support(tx)
+    ones = jax.tree.map(lambda x: jnp.ones((1,) * x.ndim, wide_dtype(x)), params)
+
+    def step(state: Any) -> Any:
+        return outer.update(ones, state, ones)[1]
+
+    after_one = _advance(step, outer.init(ones))
     return after_one, _advance(step, after_one)

@@ -123,7 +123,8 @@ def as_target(entry: TargetLike, path: str) -> Target | None:
         ) from None
 
 
-def _is_entry(x: Any) -> bool:
+def is_entry(x: Any) -> bool:
+    """Whether ``x`` is one leaf's entry in a pytree of them."""
     return x is None or isinstance(x, Target) or hasattr(x, "reduction_axis")
 
 
@@ -188,7 +189,7 @@ def is_table(targets: Targets) -> bool:
 
 def entries_of_tree(targets: Any, treedef: Any, paths: Sequence[str]) -> list[Target | None]:
     """Reads a pytree of entries that is parallel to params."""
-    pairs, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=_is_entry)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=is_entry)
     given = [_tree.path_name(path) for path, _ in pairs]
     if given != list(paths):
         odd = sorted(set(paths) ^ set(given))

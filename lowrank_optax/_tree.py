@@ -56,18 +56,18 @@ def rebox(box: Any, value: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(box), [value])
 
 
-def _is_leaf(x: Any) -> bool:
+def is_leaf(x: Any) -> bool:
     return x is None or isinstance(x, Compact) or is_box(x)
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
     """Leaves, with None and boxed arrays each counting as one, and the tree's structure."""
-    return jax.tree.flatten(tree, is_leaf=_is_leaf)
+    return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
 def flatten_with_paths(tree: PyTree) -> tuple[list[str], list[Any], Any]:
     """Like :func:`flatten`, with the name of each leaf in front."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [path_name(path) for path, _ in pairs], [leaf for _, leaf in pairs], treedef
 
 

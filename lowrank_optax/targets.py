@@ -4,6 +4,8 @@ Each function returns a list of ``(regex, rank)`` rules for ``targets=``; the fi
 decides. Put your own rules in front: ``targets=[("mlp/down", 64), *lro.targets.finetune()]``.
 """
 
+import re
+
 from lowrank_optax._target import ByDefault, OptionalPattern, Rank, TargetLike
 
 Rules = list[tuple[str, TargetLike]]
@@ -26,6 +28,36 @@ _MLP = OptionalPattern(
 _ATTENTION_NAMES = OptionalPattern(
     r"(?i)(^|/)(w?_?(q|k|v|o|qkv|kv)(_proj|_einsum)?|query|key|value|out|attn_vec_einsum)(/|$)"
 )
+
+CLASSES = ("attention", "mlp", "embedding", "head", "other")
+"""What :func:`leaf_class` tells apart."""
+
+
+def leaf_class(path: str) -> str:
+    """What kind of weight a path names, as the presets read it.
+
+    Args:
+        path: a leaf's path, ``decoder/layers/q/kernel``.
+
+    Returns:
+        One of :data:`CLASSES`.
+
+    Example:
+        >>> import lowrank_optax as lro
+        >>> lro.targets.leaf_class("layers/self_attn/q_proj/kernel")
+        'attention'
+    """
+    for name, pattern in (
+        ("other", _NORM),
+        ("head", _HEAD),
+        ("embedding", _EMBEDDING),
+        ("attention", _ATTENTION),
+        ("mlp", _MLP),
+        ("attention", _ATTENTION_NAMES),
+    ):
+        if re.search(pattern, path):
+            return name
+    return "other"
 
 
 def default() -> Rules:
