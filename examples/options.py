@@ -1,67 +1,19 @@
 """The command line of `finetune_lm.py`: its options, and which of them contradict each other."""
 
 import argparse
-import math
-import os
 import pathlib
-from typing import NoReturn
 
+from arguments import Parser, check_directory, count, count_or_zero, flag_of, number, positive, rank
 from decoder import DecoderConfig
 from errors import UserError
 from optimizers import RECIPES, Options
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists the options)")
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text) >= 1:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-
-
-def _count_or_zero(text: str) -> int:
-    return 0 if text == "0" else _count(text)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isfinite(value) and value >= 0:
-        return value
-    raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
-
-
-def _positive(text: str) -> float:
-    if value := _number(text):
-        return value
-    raise argparse.ArgumentTypeError(f"{text} must be above 0")
-
-
-def _rank(text: str) -> int | float:
-    try:
-        rank: int | float = int(text)
-        valid = rank >= 1
-    except ValueError:
-        rank = _number(text)
-        valid = 0 < rank <= 1
-    if valid:
-        return rank
-    raise argparse.ArgumentTypeError(
-        f"{text} is not a rank; give an integer of at least 1, or a fraction of the smaller matrix "
-        "side such as 0.25"
-    )
 
 
 def _learning_rate(text: str) -> tuple[str | None, float]:
     name, _, value = text.rpartition("=")
     if name and name not in RECIPES:
         raise argparse.ArgumentTypeError(f"{text} names none of {', '.join(RECIPES)}")
-    return name or None, _positive(value)
+    return name or None, positive(value)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -73,7 +25,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     Returns:
         A parser that raises `UserError`.
     """
-    parser = _Parser(
+    parser = Parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -89,9 +41,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"one or more of {', '.join(RECIPES)}, trained in turn (adamw galore)",
     )
-    add("--rank", type=_rank, help=f"integer, or share of the smaller side ({options.rank})")
-    add("--refresh-every", type=_count, help=f"steps a basis is kept ({options.refresh_every})")
-    add("--scale", type=_positive, help="factor on projected updates (the optimizer's own)")
+    add("--rank", type=rank, help=f"integer, or share of the smaller side ({options.rank})")
+    add("--refresh-every", type=count, help=f"steps a basis is kept ({options.refresh_every})")
+    add("--scale", type=positive, help="factor on projected updates (the optimizer's own)")
     add(
         "--lr",
         type=_learning_rate,
@@ -100,9 +52,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="LR",
         help="peak learning rate; NAME=LR sets one optimizer's (each one's own)",
     )
-    add("--weight-decay", type=_number, default=0.0, help="decoupled (%(default)s)")
-    add("--clip", type=_number, default=1.0, help="largest gradient norm, 0 for any (%(default)s)")
-    add("--warmup", type=_count_or_zero, help="steps (20, or a tenth of a short run)")
+    add("--weight-decay", type=number, default=0.0, help="decoupled (%(default)s)")
+    add("--clip", type=number, default=1.0, help="largest gradient norm, 0 for any (%(default)s)")
+    add("--warmup", type=count_or_zero, help="steps (20, or a tenth of a short run)")
     add("--schedule", choices=("cosine", "constant"), default="cosine", help="after the warm-up")
     add(
         "--matrix-free",
@@ -113,19 +65,19 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("data and length").add_argument
     add("--data", nargs="+", metavar="FILE", help="text files (Python's standard library)")
-    add("--steps", type=_count, default=400, help="updates (%(default)s)")
-    add("--seq-len", type=_count, default=128, help="bytes a window (%(default)s)")
-    add("--batch-size", type=_count, default=8, help="windows an update (%(default)s)")
-    add("--accumulate", type=_count, default=1, help="micro-batches an update (%(default)s)")
-    add("--eval-every", type=_count, help="updates between validations (a quarter of the run)")
-    add("--seed", type=_count_or_zero, default=0, help="of weights and data order (%(default)s)")
+    add("--steps", type=count, default=400, help="updates (%(default)s)")
+    add("--seq-len", type=count, default=128, help="bytes a window (%(default)s)")
+    add("--batch-size", type=count, default=8, help="windows an update (%(default)s)")
+    add("--accumulate", type=count, default=1, help="micro-batches an update (%(default)s)")
+    add("--eval-every", type=count, help="updates between validations (a quarter of the run)")
+    add("--seed", type=count_or_zero, default=0, help="of weights and data order (%(default)s)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--layers", type=_count, default=tiny.num_hidden_layers, help="(%(default)s)")
-    add("--hidden", type=_count, default=tiny.hidden_size, help="(%(default)s)")
-    add("--heads", type=_count, default=tiny.num_attention_heads, help="(%(default)s)")
-    add("--kv-heads", type=_count, default=tiny.num_key_value_heads, help="(%(default)s)")
-    add("--ffn", type=_count, default=tiny.intermediate_size, help="(%(default)s)")
+    add("--layers", type=count, default=tiny.num_hidden_layers, help="(%(default)s)")
+    add("--hidden", type=count, default=tiny.hidden_size, help="(%(default)s)")
+    add("--heads", type=count, default=tiny.num_attention_heads, help="(%(default)s)")
+    add("--kv-heads", type=count, default=tiny.num_key_value_heads, help="(%(default)s)")
+    add("--ffn", type=count, default=tiny.intermediate_size, help="(%(default)s)")
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -136,7 +88,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("output").add_argument
     add("--checkpoint", type=pathlib.Path, metavar="DIR", help="a sub-directory per optimizer")
-    add("--checkpoint-every", type=_count, help="updates between checkpoints (100)")
+    add("--checkpoint-every", type=count, help="updates between checkpoints (100)")
     add("--resume", action="store_true", help="go on from the latest checkpoints in DIR")
     add("--log-dir", type=pathlib.Path, metavar="DIR", help="every step's metrics, as JSON lines")
     return parser
@@ -164,8 +116,8 @@ def check(args: argparse.Namespace) -> None:
         for option in ("matrix_free", "rank", "refresh_every", "scale"):
             if getattr(args, option):
                 raise UserError(
-                    f"{_flag(option)} has no effect on {', '.join(chosen)}: leave it out or add a "
-                    "low-rank optimizer"
+                    f"{flag_of(option)} has no effect on {', '.join(chosen)}: leave it out or add "
+                    "a low-rank optimizer"
                 )
     if args.batch_size % args.accumulate:
         raise UserError(
@@ -177,22 +129,8 @@ def check(args: argparse.Namespace) -> None:
             f"--warmup {args.warmup} leaves nothing of --steps {args.steps}: warm up for less"
         )
     for option in ("checkpoint", "log_dir"):
-        _check_directory(_flag(option), getattr(args, option))
+        check_directory(flag_of(option), getattr(args, option))
     if args.checkpoint is None:
         for option in ("resume", "checkpoint_every"):
             if getattr(args, option):
-                raise UserError(f"{_flag(option)} has no effect alone: add --checkpoint DIR")
-
-
-def _check_directory(flag: str, path: pathlib.Path | None) -> None:
-    if path is None:
-        return
-    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if not nearest.is_dir():
-        raise UserError(f"{flag} {path}: '{nearest}' is not a directory, choose another")
-    if not os.access(nearest, os.W_OK):
-        raise UserError(f"{flag} {path}: '{nearest}' may not be written to, choose another")
-
-
-def _flag(option: str) -> str:
-    return "--" + option.replace("_", "-")
+                raise UserError(f"{flag_of(option)} has no effect alone: add --checkpoint DIR")

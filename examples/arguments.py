@@ -1,0 +1,87 @@
+"""What the examples' command lines have in common: types of values, and where output may go."""
+
+import argparse
+import math
+import os
+import pathlib
+from typing import NoReturn
+
+from errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises `UserError`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises instead of printing and exiting."""
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+
+
+def count_or_zero(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text == "0" else count(text)
+
+
+def number(text: str) -> float:
+    """A finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and value >= 0:
+        return value
+    raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    if value := number(text):
+        return value
+    raise argparse.ArgumentTypeError(f"{text} must be above 0")
+
+
+def rank(text: str) -> int | float:
+    """A rank, or a share of the smaller matrix side."""
+    try:
+        value: int | float = int(text)
+        valid = value >= 1
+    except ValueError:
+        value = number(text)
+        valid = 0 < value <= 1
+    if valid:
+        return value
+    raise argparse.ArgumentTypeError(
+        f"{text} is not a rank; give an integer of at least 1, or a fraction of the smaller matrix "
+        "side such as 0.25"
+    )
+
+
+def check_directory(flag: str, path: pathlib.Path | None) -> None:
+    """Makes sure that a directory is there or can be made.
+
+    Args:
+        flag: the option that names it.
+        path: the directory, if the option was given.
+
+    Raises:
+        UserError: if a file is in its place, or nothing may be written there.
+    """
+    if path is None:
+        return
+    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise UserError(f"{flag} {path}: '{nearest}' is not a directory, choose another")
+    if not os.access(nearest, os.W_OK):
+        raise UserError(f"{flag} {path}: '{nearest}' may not be written to, choose another")
+
+
+def flag_of(option: str) -> str:
+    """How a user types an option."""
+    return "--" + option.replace("_", "-")
