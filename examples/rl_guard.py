@@ -42,7 +42,7 @@ class GuardOptions:
         least_kl_weight: that ``kl_weight`` has after going back.
     """
 
-    collapse: float = 0.8
+    collapse: float = 0.7
     memory: float = 0.7
     least_kl_weight: float = 0.02
 
@@ -68,7 +68,7 @@ class Guard(NamedTuple):
 
 def start_guard(learner: Learner) -> Guard:
     """Remembers the first state."""
-    learner = jax.tree.map(jnp.copy, learner)  # the original is donated
+    learner = jax.tree.map(jnp.copy, learner)
     average, best = (jnp.full([], -1.0, jnp.float32) for _ in range(2))
     return Guard(average, best, learner.params, learner.opt_state, jnp.zeros([], jnp.int32))
 
@@ -97,9 +97,7 @@ def watch(
     if not options.collapse:
         return guard, after, jnp.zeros([], bool)
     memory = options.memory
-    average = jnp.where(
-        guard.average < 0, reward, memory * guard.average + (1 - memory) * reward
-    )
+    average = jnp.where(guard.average < 0, reward, memory * guard.average + (1 - memory) * reward)
     collapsed = (average < options.collapse * guard.best) | ~jnp.isfinite(loss)
 
     def go_back() -> tuple[Guard, Learner]:

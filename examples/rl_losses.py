@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def token_log_probs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Log-probabilities of tokens: logits ``(batch, length, vocab)``, tokens ``(batch, length)``."""
+    """Log-probabilities of tokens ``(batch, length)`` by logits ``(batch, length, vocab)``."""
     log_probs = jax.nn.log_softmax(logits)
     return jnp.take_along_axis(log_probs, tokens[:, :, None], axis=2)[:, :, 0]
 

@@ -131,6 +131,4 @@ def roll_out(
     begin = task.prompt_length
     log_probs, values = evaluate_actions(policy, params, tokens, begin)
     reference_log_probs, _ = evaluate_actions(policy, reference, tokens, begin)
-    return Rollouts(
-        tokens, scores.mask, scores.rewards, log_probs, values, reference_log_probs
-    )
+    return Rollouts(tokens, scores.mask, scores.rewards, log_probs, values, reference_log_probs)

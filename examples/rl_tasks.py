@@ -119,7 +119,8 @@ class Paths:
         self.distances = shortest_distances(self.edges)
         self.vocab_size = nodes
         self.prompt_length, self.completion_length = 2, longest
-        pairs = np.argwhere((self.distances.T > 0) & (self.distances.T <= longest))  # goal, start
+        distances = self.distances.T  # goal, start, as in a prompt
+        pairs = np.argwhere((distances > 0) & (distances <= longest))
         self.train_prompts, self.test_prompts = _split(pairs, rng)
 
     def score(self, tokens: jax.Array) -> Scores:
@@ -162,21 +163,19 @@ class Addition:
     right number and 0 for any other.
 
     Args:
-        seed: of the wrong answers and of the split.
-        corrupted: share of prompts whose demonstration is a random number. The table of
-            them is fixed: asking again gives the same wrong answer.
+        seed: of the split.
+        corrupted: share of demonstrations that are a random number from 0 to 198, whatever the
+            prompt. They are drawn anew each time, so there is nothing to learn by heart.
     """
 
     def __init__(self, seed: int, corrupted: float = 0.6):
-        rng = np.random.default_rng(seed)
+        self.corrupted = corrupted
         a, b = np.divmod(np.arange(10_000), 100)
         plus, equals = np.full_like(a, PLUS), np.full_like(a, EQUALS)
         prompts = np.stack([a // 10, a % 10, plus, b // 10, b % 10, equals], axis=1)
-        wrong = rng.random(10_000) < corrupted
-        self.taught = np.where(wrong, rng.integers(0, 199, 10_000), a + b).astype(np.int32)
         self.vocab_size = 12
         self.prompt_length, self.completion_length = 6, 3
-        self.train_prompts, self.test_prompts = _split(prompts, rng)
+        self.train_prompts, self.test_prompts = _split(prompts, np.random.default_rng(seed))
 
     def score(self, tokens: jax.Array) -> Scores:
         """Exact match, see the class."""
@@ -186,10 +185,12 @@ class Addition:
         return Scores(right.astype(jnp.float32), jnp.ones(answer.shape, bool))
 
     def demonstrations(self, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-        """Prompts of the training split with what is taught of them."""
-        prompts = draw_prompts(self.train_prompts, key, count)
-        row = 100 * _number(prompts[:, 0:2]) + _number(prompts[:, 3:5])
-        answer = jnp.asarray(self.taught)[row]
+        """Prompts of the training split, with right and random answers."""
+        asked, spoilt, drawn = jax.random.split(key, 3)
+        prompts = draw_prompts(self.train_prompts, asked, count)
+        right = _number(prompts[:, 0:2]) + _number(prompts[:, 3:5])
+        wrong = jax.random.bernoulli(spoilt, self.corrupted, (count,))
+        answer = jnp.where(wrong, jax.random.randint(drawn, (count,), 0, 199), right)
         digits = jnp.stack([answer // 100, answer // 10 % 10, answer % 10], axis=1)
         return jnp.concatenate([prompts, digits], axis=1), jnp.ones(digits.shape, bool)
 

@@ -46,9 +46,7 @@ def test_advantages_are_discounted_sums_of_temporal_differences(seed, discount, 
             powers = (discount * decay) ** np.arange(count - t)
             expected[row, t] = np.sum(powers * deltas[t:])
     arrays = (jnp.asarray(x, jnp.float32) for x in (rewards, values))
-    advantages, returns = losses.generalized_advantages(
-        *arrays, jnp.asarray(mask), discount, decay
-    )
+    advantages, returns = losses.generalized_advantages(*arrays, jnp.asarray(mask), discount, decay)
     np.testing.assert_allclose(advantages, expected, atol=1e-5)
     np.testing.assert_allclose(returns, np.where(mask, expected + values, 0), atol=1e-5)
 
@@ -127,9 +125,7 @@ def test_kl_estimate_is_never_negative_and_ignores_what_is_masked(seed):
     estimate = losses.kl_estimate(*map(jnp.asarray, (own, other, mask)))
     assert estimate >= 0
     far = np.where(mask, other, 500.0).astype(np.float32)
-    np.testing.assert_array_equal(
-        estimate, losses.kl_estimate(*map(jnp.asarray, (own, far, mask)))
-    )
+    np.testing.assert_array_equal(estimate, losses.kl_estimate(*map(jnp.asarray, (own, far, mask))))
 
 
 def test_masked_mean_of_nothing_is_zero():

@@ -1,7 +1,7 @@
 """Prompts, demonstrations and rewards of the two tasks."""
 
 import collections
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_graphs_have_the_degree_that_was_asked_for_and_no_loops():
 
 def optimality(paths, goal, walk):
     """One walk, scored by a loop: reward and number of actions."""
-    for steps, (node, successor) in enumerate(zip(walk[:-1], walk[1:], strict=True), 1):
+    for steps, (node, successor) in enumerate(itertools.pairwise(walk), 1):
         if not paths.edges[node, successor]:
             return 0.0, steps
         if successor == goal:
@@ -93,7 +93,9 @@ def test_walks_are_random_and_arrive(paths):
     # From each node both successors, about as often.
     first = np.asarray(tokens[:, 1:3])
     for node in range(8):
-        shares = np.bincount(first[first[:, 0] == node, 1], minlength=8) / np.sum(first[:, 0] == node)
+        shares = np.bincount(first[first[:, 0] == node, 1], minlength=8) / np.sum(
+            first[:, 0] == node
+        )
         np.testing.assert_allclose(shares[paths.edges[node]], 0.5, atol=0.15)
         assert shares[~paths.edges[node]].sum() == 0
 
@@ -138,17 +140,16 @@ def test_sums_are_compared_as_numbers(addition, text, reward):
     assert mask.tolist() == [[True] * 3]
 
 
-def test_lessons_are_as_wrong_as_asked_for_and_repeat_themselves(addition):
-    demonstrate = functools.partial(jax.jit(addition.demonstrations, static_argnums=1), count=4000)
-    tokens, mask = demonstrate(jax.random.key(0))
+def test_lessons_are_as_wrong_as_asked_for(addition):
+    demonstrate = jax.jit(addition.demonstrations, static_argnums=1)
+    tokens, mask = demonstrate(jax.random.key(0), 4000)
     assert mask.all()
     # A wrong answer is right by chance once in 199 times.
     np.testing.assert_allclose(np.mean(addition.score(tokens).rewards), 0.4, atol=0.03)
-    taught = collections.defaultdict(set)
-    for row in np.concatenate([tokens, demonstrate(jax.random.key(1))[0]]).tolist():
-        taught[tuple(row[:6])].add(tuple(row[6:]))
-    assert all(len(answers) == 1 for answers in taught.values())
-    assert not set(taught) & {tuple(row) for row in addition.test_prompts.tolist()}
+    answers = tokens[:, 6] * 100 + tokens[:, 7] * 10 + tokens[:, 8]
+    assert (int(answers.min()), int(answers.max())) == (0, 198)
+    prompts = {tuple(row) for row in tokens[:, :6].tolist()}
+    assert not prompts & {tuple(row) for row in addition.test_prompts.tolist()}
 
 
 def test_lessons_can_be_right():
