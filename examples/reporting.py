@@ -22,7 +22,13 @@ class Reporter:
         console: where to print.
         log: a file for one JSON object a line, or ``None``. Lines of an earlier run after
             ``start`` are dropped: those steps are done again.
+
+    Attributes:
+        validated: the metric that is there at a validation only, and lets a line be printed.
+        label: what it is called there.
     """
+
+    validated, label = "val_loss", "val"
 
     def __init__(
         self, name: str, start: int, steps: int, console: Console, log: pathlib.Path | None = None
@@ -55,19 +61,24 @@ class Reporter:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes in what was measured at one step."""
-        shown = (
-            f"loss {metrics['loss']:.3f}  lr {metrics['learning_rate']:.1e}  "
-            f"{metrics['tokens_per_second']:,.0f} tokens/s"
-        )
+        shown = self.describe(metrics)
         self._progress.update(self._task, completed=step, measured=shown)
         if self._log is not None:
             print(json.dumps({"step": step, **metrics}), file=self._log, flush=True)
-        if "val_loss" in metrics:
-            self._console.print(
-                f"{self._name:>8}  step {step:>5}  {shown}  val {metrics['val_loss']:.4f}",
-                highlight=False,
-                soft_wrap=True,
-            )
+        if self.validated in metrics:
+            self.say(step, f"{shown}  {self.label} {metrics[self.validated]:.4f}")
+
+    def describe(self, metrics: Mapping[str, float]) -> str:
+        """What of the metrics is shown at every step."""
+        return (
+            f"loss {metrics['loss']:.3f}  lr {metrics['learning_rate']:.1e}  "
+            f"{metrics['tokens_per_second']:,.0f} tokens/s"
+        )
+
+    def say(self, step: int, text: str) -> None:
+        """Prints a line, whether or not this is a terminal."""
+        line = f"{self._name:>8}  step {step:>5}  {text}"
+        self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def _open_log(path: pathlib.Path, start: int) -> IO[str]:

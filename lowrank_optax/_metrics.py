@@ -87,8 +87,9 @@ def fidelity(
 
 def empty_fidelity(plan: Plan) -> Fidelity:
     """The fidelity before the first update: nothing is known, so NaN."""
-    unknown = jnp.full(max(1, len(plan.targets)), jnp.nan, jnp.float32)
-    return Fidelity(*([unknown] * len(Fidelity._fields)))
+    size = max(1, len(plan.targets))
+    # An array each: a step that is given one buffer twice cannot donate it.
+    return Fidelity(*(jnp.full(size, jnp.nan, jnp.float32) for _ in Fidelity._fields))
 
 
 def stack_fidelities(fidelities: list[Fidelity], plan: Plan) -> Fidelity:
