@@ -41,13 +41,13 @@ def names():
 
 
 def test_blocks_run_in_order(names):
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     with jax.numpy_dtype_promotion("standard"):
         for block in BLOCKS:
             if "grad_fn(params, first" in block:
                 names["opt_state"] = names["tx"].init(names["params"])
             exec(block, names)
-        # The optimizers of the first block, the step of the third and the sum of the fourth.
+        # The optimizer of the last block, the step of the third and the sum of the fourth.
         state = names["tx"].init(names["params"])
         params, state, loss = names["train_step"](names["params"], state, names["batch"])
         assert jnp.isfinite(loss)
