@@ -232,12 +232,20 @@ def refresh_basis(
         """Takes over bases that the backward pass refreshed."""
         paths = [plan.leaves[index].path for index in plan.targets]
         done = jnp.stack([given.refreshed[path] for path in paths])
-        old = plan.bases(state.reduction_basis, state.output_basis)
+        taken = []
+        for path, old in zip(
+            paths, plan.bases(state.reduction_basis, state.output_basis), strict=True
+        ):
+            new = given.bases[path]
+            shapes = [[None if b is None else b.shape for b in bases] for bases in (new, old)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"{path!r}: got bases of shapes {shapes[0]}, expected {shapes[1]}; compute "
+                    "gradients with the opt_state that you update"
+                )
+            taken.append(jax.tree.map(place_like, new, old))
         return (
-            [
-                jax.tree.map(place_like, given.bases[path], kept)
-                for path, kept in zip(paths, old, strict=True)
-            ],
+            taken,
             jnp.where(done, following(state.tracker_count, plan), state.next_refresh),
             state.refreshes + done.astype(jnp.int32),
         )
