@@ -6,9 +6,7 @@ alike. Those that read matrices only get the layers one by one; the others get t
 
 import dataclasses
 import functools
-import importlib.util
 import pathlib
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,20 +17,7 @@ import numpy as np
 import optax
 
 import lowrank_optax as lro
-
-EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
-
-
-@functools.cache
-def example(name: str) -> Any:
-    """A module of the examples, whose decoder has the name of the one here."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+from harness import example
 
 
 @dataclasses.dataclass(frozen=True)

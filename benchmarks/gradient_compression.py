@@ -20,7 +20,6 @@ moments it is those of the stored first moment and the exact one, since that is 
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
 import pathlib
 import statistics
@@ -37,18 +36,8 @@ import compression_baselines as baselines
 import harness
 import lowrank_optax as lro
 
-EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
-# Behind this folder, whose decoder.py is another one.
-sys.path.append(str(EXAMPLES))
-import data  # noqa: E402
-import optimizers  # noqa: E402
-
-_spec = importlib.util.spec_from_file_location("examples_decoder", EXAMPLES / "decoder.py")
-assert _spec is not None
-assert _spec.loader is not None
-examples_decoder = importlib.util.module_from_spec(_spec)
-sys.modules["examples_decoder"] = examples_decoder  # dataclasses look their module up
-_spec.loader.exec_module(examples_decoder)
+data, optimizers = harness.example("data"), harness.example("optimizers")
+examples_decoder = harness.example("decoder")
 
 RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 TUNING_SEED = 1000

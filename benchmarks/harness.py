@@ -6,16 +6,36 @@ other jobs compete for the cores, CPU seconds say more than wall seconds; both a
 """
 
 import dataclasses
+import functools
+import importlib.util
 import json
 import os
+import pathlib
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from typing import Any
 
 import numpy as np
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
+
+
+@functools.cache
+def example(name: str) -> Any:
+    """A module of the examples, by path: their decoder has the name of the one here."""
+    if str(EXAMPLES) not in sys.path:  # behind this folder, for what the module imports
+        sys.path.append(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclasses.dataclass(frozen=True)
