@@ -34,7 +34,7 @@ import reporting
 import training
 from checkpointing import Checkpoints
 from decoder import DecoderConfig, functional
-from errors import Interruption, UserError, one_line
+from errors import UserError, exit_code
 from llm_experiment import Experiment, fingerprint, prepare
 from master_weights import apply_precision, seen_by_optimizer
 
@@ -275,16 +275,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 2 for what the user has to put right, 130 after Ctrl-C.
     """
-    try:
-        run(llm_options.make_parser(__doc__).parse_args(argv), Console())
-    except (UserError, ImportError) as error:
-        print(f"finetune_llm: error: {one_line(error)}", file=sys.stderr)
-        return 2
-    except (Interruption, KeyboardInterrupt) as stop:
-        message = one_line(stop) if isinstance(stop, Interruption) else "interrupted"
-        print(f"finetune_llm: {message}", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(
+        "finetune_llm", lambda: run(llm_options.make_parser(__doc__).parse_args(argv), Console())
+    )
 
 
 if __name__ == "__main__":

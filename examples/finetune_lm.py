@@ -30,7 +30,7 @@ import reporting
 import training
 from checkpointing import Checkpoints
 from decoder import DecoderConfig, functional, next_token_loss
-from errors import Interruption, UserError, one_line
+from errors import UserError, exit_code
 from placement import Placement
 
 
@@ -306,17 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 2 for what the user has to put right, 130 after Ctrl-C.
     """
-    try:
-        args = options.make_parser(__doc__).parse_args(argv)
-        run(args, Console())
-    except UserError as error:
-        print(f"finetune_lm: error: {one_line(error)}", file=sys.stderr)
-        return 2
-    except (Interruption, KeyboardInterrupt) as stop:
-        message = one_line(stop) if isinstance(stop, Interruption) else "interrupted"
-        print(f"finetune_lm: {message}", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(
+        "finetune_lm", lambda: run(options.make_parser(__doc__).parse_args(argv), Console())
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import rl_options
 import rl_reporting
 from checkpointing import Checkpoints
 from decoder import Params
-from errors import Interruption, UserError, one_line
+from errors import UserError, exit_code
 from monitor import Monitor, Thresholds
 from rl_experiment import Experiment, log_path, open_checkpoints, prepare, supervise
 from rl_learning import make_iteration, make_scorer
@@ -139,16 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 2 for what the user has to put right, 130 after Ctrl-C.
     """
-    try:
-        run(prepare(rl_options.make_parser(__doc__).parse_args(argv)), Console())
-    except UserError as error:
-        print(f"rl: error: {one_line(error)}", file=sys.stderr)
-        return 2
-    except (Interruption, KeyboardInterrupt) as stop:
-        message = one_line(stop) if isinstance(stop, Interruption) else "interrupted"
-        print(f"rl: {message}", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(
+        "rl", lambda: run(prepare(rl_options.make_parser(__doc__).parse_args(argv)), Console())
+    )
 
 
 if __name__ == "__main__":

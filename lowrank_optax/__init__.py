@@ -4,10 +4,7 @@ from lowrank_optax import targets as targets
 from lowrank_optax._activations import activation_basis as activation_basis
 from lowrank_optax._adaptive import AdaptiveEvery as AdaptiveEvery
 from lowrank_optax._adaptive import adaptive_every as adaptive_every
-from lowrank_optax._aliases import apollo_adamw as apollo_adamw
-from lowrank_optax._aliases import fira_adamw as fira_adamw
 from lowrank_optax._aliases import galore_adamw as galore_adamw
-from lowrank_optax._aliases import ldadamw as ldadamw
 from lowrank_optax._aliases import logra_adamw as logra_adamw
 from lowrank_optax._apollo import apollo_lift as apollo_lift
 from lowrank_optax._checkpoint import check_restorable as check_restorable
@@ -20,6 +17,9 @@ from lowrank_optax._describe import describe as describe
 from lowrank_optax._error_feedback import ErrorFeedbackState as ErrorFeedbackState
 from lowrank_optax._error_feedback import error_feedback as error_feedback
 from lowrank_optax._fira import fira_lift as fira_lift
+from lowrank_optax._full_gradient_aliases import apollo_adamw as apollo_adamw
+from lowrank_optax._full_gradient_aliases import fira_adamw as fira_adamw
+from lowrank_optax._full_gradient_aliases import ldadamw as ldadamw
 from lowrank_optax._galore import galore_project as galore_project
 from lowrank_optax._learn import learn_basis as learn_basis
 from lowrank_optax._lift import Lift as Lift
