@@ -42,7 +42,7 @@ class Settings:
     rollouts: int = 256
     group: int = 8
     epochs: int = 2
-    minibatches: int = 4
+    minibatches: int = 2
     clip_ratio: float = 0.2
     discount: float = 1.0
     decay: float = 0.95

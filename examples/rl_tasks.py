@@ -159,13 +159,14 @@ PLUS, EQUALS = 10, 11
 class Addition:
     """Add two numbers of two digits, after lessons in which most answers were wrong.
 
-    A prompt is ``2 7 + 4 5 =``, a completion ``0 7 2``, one token a digit. The reward is 1 for the
-    right number and 0 for any other.
+    A prompt is ``2 7 + 4 5 =``, a completion ``2 7 0``, one token a digit, the lowest first, so
+    that carries go the way that the answer is written. The reward is 1 for the right number and 0
+    for any other.
 
     Args:
         seed: of the split.
-        corrupted: share of demonstrations that are a random number from 0 to 198, whatever the
-            prompt. They are drawn anew each time, so there is nothing to learn by heart.
+        corrupted: share of demonstrations in which one of the digits, any, is another one. They
+            are spoilt anew each time, so there is nothing to learn by heart.
     """
 
     def __init__(self, seed: int, corrupted: float = 0.6):
@@ -181,17 +182,19 @@ class Addition:
         """Exact match, see the class."""
         a, b = _number(tokens[:, 0:2]), _number(tokens[:, 3:5])
         answer = tokens[:, 6:9]
-        right = (_number(answer) == a + b) & jnp.all(answer < PLUS, axis=1)
+        right = (_number(answer[:, ::-1]) == a + b) & jnp.all(answer < PLUS, axis=1)
         return Scores(right.astype(jnp.float32), jnp.ones(answer.shape, bool))
 
     def demonstrations(self, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         """Prompts of the training split, with right and random answers."""
-        asked, spoilt, drawn = jax.random.split(key, 3)
+        asked, spoilt, where, added = jax.random.split(key, 4)
         prompts = draw_prompts(self.train_prompts, asked, count)
-        right = _number(prompts[:, 0:2]) + _number(prompts[:, 3:5])
-        wrong = jax.random.bernoulli(spoilt, self.corrupted, (count,))
-        answer = jnp.where(wrong, jax.random.randint(drawn, (count,), 0, 199), right)
-        digits = jnp.stack([answer // 100, answer // 10 % 10, answer % 10], axis=1)
+        answer = _number(prompts[:, 0:2]) + _number(prompts[:, 3:5])
+        digits = jnp.stack([answer % 10, answer // 10 % 10, answer // 100], axis=1)
+        wrong = jax.random.bernoulli(spoilt, self.corrupted, (count, 1))
+        place = jax.random.randint(where, (count, 1), 0, 3) == jnp.arange(3)[None]
+        others = (digits + jax.random.randint(added, (count, 1), 1, 10)) % 10
+        digits = jnp.where(wrong & place, others, digits)
         return jnp.concatenate([prompts, digits], axis=1), jnp.ones(digits.shape, bool)
 
 

@@ -16,6 +16,7 @@ import rl_rollouts
 import rl_tasks
 from decoder import DecoderConfig
 from rl_guard import GuardOptions, Learner
+from rl_optimizers import CLASSES
 from tests.helpers import normal
 
 
@@ -134,12 +135,14 @@ def test_samples_follow_the_policy(acting):
     np.testing.assert_allclose(shares, expected, atol=0.03)
 
 
-def update_of(acting, rollouts, **settings):
+SGD = optax.with_extra_args_support(optax.sgd(0.1))
+
+
+def update_of(acting, rollouts, tx=SGD, **settings):
     task, policy, params, _ = acting
     settings = rl_learning.Settings("ppo", **settings)
     batch = rl_learning.with_advantages(rollouts, settings)
     loss = rl_learning.make_loss(task, policy, settings)
-    tx = optax.with_extra_args_support(optax.sgd(0.1))
     update = jax.jit(rl_learning.make_update(loss, tx, settings))
     start = Learner(params, tx.init(params), jnp.ones([]), jnp.asarray(0.1))
     return update, start, batch
@@ -170,6 +173,19 @@ def test_the_guards_numbers_reach_the_update(acting, rollouts):
     difference = 0.1 * metrics["reference_kl"]
     assert difference > 0.01
     np.testing.assert_allclose(metrics["loss"] - free["loss"], difference, rtol=1e-4)
+
+
+def test_matrix_free_updates_are_the_same(acting, rollouts):
+    tx = rl_optimizers.make("galore", 1e-2, rl_optimizers.Options(dict.fromkeys(CLASSES, 4)))
+    update, start, batch = update_of(acting, rollouts, tx)
+    compact, _, _ = update_of(acting, rollouts, tx, matrix_free=True)
+    ours, theirs = (f(*f(start, batch)[:1], batch) for f in (compact, update))  # two updates
+    for name in ("loss", "value_loss", "step_kl"):
+        np.testing.assert_allclose(ours[1][name], theirs[1][name], rtol=1e-3)
+    assert distance(theirs[0], start) > 0.01
+    assert distance(ours[0], theirs[0]) < 0.01 * distance(theirs[0], start)
+    # Of cores, which are shorter than the gradients that they stand for.
+    assert ours[1]["grad_norm"] < 0.99 * theirs[1]["grad_norm"]
 
 
 def test_ppo_whitens_and_grpo_compares_groups(rollouts):

@@ -124,13 +124,13 @@ def test_paths_can_be_walked(paths):
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
-        ("27+45=072", 1.0),
-        ("27+45=073", 0.0),
-        ("27+45=720", 0.0),
-        ("99+99=198", 1.0),
+        ("27+45=270", 1.0),
+        ("27+45=370", 0.0),
+        ("27+45=072", 0.0),
+        ("99+99=891", 1.0),
         ("00+00=000", 1.0),
-        ("05+06=011", 1.0),
-        ("05+06=00=", 0.0),  # the digit 11 is not a digit
+        ("05+06=110", 1.0),
+        ("05+06==00", 0.0),  # the digit 11 is not a digit
     ],
 )
 def test_sums_are_compared_as_numbers(addition, text, reward):
@@ -144,10 +144,12 @@ def test_lessons_are_as_wrong_as_asked_for(addition):
     demonstrate = jax.jit(addition.demonstrations, static_argnums=1)
     tokens, mask = demonstrate(jax.random.key(0), 4000)
     assert mask.all()
-    # A wrong answer is right by chance once in 199 times.
     np.testing.assert_allclose(np.mean(addition.score(tokens).rewards), 0.4, atol=0.03)
-    answers = tokens[:, 6] * 100 + tokens[:, 7] * 10 + tokens[:, 8]
-    assert (int(answers.min()), int(answers.max())) == (0, 198)
+    a, b = tokens[:, 0] * 10 + tokens[:, 1], tokens[:, 3] * 10 + tokens[:, 4]
+    right = np.stack([(a + b) // 10**place % 10 for place in range(3)], axis=1)
+    wrong = np.asarray(tokens[:, 6:]) != right
+    assert wrong.sum(axis=1).max() == 1
+    np.testing.assert_allclose(wrong.mean(axis=0), 0.2, atol=0.03)  # each place, a third of 60 %
     prompts = {tuple(row) for row in tokens[:, :6].tolist()}
     assert not prompts & {tuple(row) for row in addition.test_prompts.tolist()}
 
