@@ -125,7 +125,7 @@ def test_every_option_of_logra_adamw_arrives(monkeypatch):
     def record(name):
         return lambda *args, **kwargs: calls.setdefault(name, (args, kwargs)) and name
 
-    for name in ("learn_basis", "logra_sketch", "_adamw"):
+    for name in ("learn_basis", "logra_sketch", "plain_adamw"):
         monkeypatch.setattr(_aliases, name, record(name))
     asked = {name: object() for name in inspect.signature(lro.logra_adamw).parameters}
     assert unchecked(lro.logra_adamw)(**asked) == "logra_sketch"
@@ -134,9 +134,9 @@ def test_every_option_of_logra_adamw_arrives(monkeypatch):
     tracker["learning_rate"] = asked["basis_learning_rate"]
     assert calls["learn_basis"] == ((asked["rank"],), tracker)
     sketch = {name: asked[name] for name in ("scale", "nonlinearity", "moments", "metrics")}
-    assert calls["logra_sketch"] == (("_adamw", "learn_basis"), sketch)
+    assert calls["logra_sketch"] == (("plain_adamw", "learn_basis"), sketch)
     adam = ("learning_rate", "b1", "b2", "eps", "weight_decay", "mask", "mu_dtype")
-    assert calls["_adamw"] == (tuple(asked[name] for name in adam), {})
+    assert calls["plain_adamw"] == (tuple(asked[name] for name in adam), {})
     assert len(asked) == 1 + len(tracker) + len(sketch) + len(adam)
 
 
