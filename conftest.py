@@ -32,6 +32,13 @@ hypothesis.settings.register_profile("lowrank", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("lowrank")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_of_one_module():
+    """Forgets compiled programs: a process can map only so many, and XLA crashes beyond that."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def _promotion_of_doctests(request: pytest.FixtureRequest):
     """Examples run as users run them; optax's Adam does not under strict promotion."""
