@@ -111,10 +111,8 @@ def test_a_mesh_divides():
 
 
 def test_measured_reference_points():
-    """AdamW 82.4 GB, full gradients 32.5, matrix-free 20.1 by the TPU compiler (moments of the
-    embedding in bfloat16 in the last two).
-    """
-    for optimizer, measured in (("adamw", 82.4), ("galore", 33.5), ("matrix-free", 21.1)):
+    """What the GPU compiler said of the whole step (H100, jax 0.10.2)."""
+    for optimizer, measured in (("adamw", 82.3), ("galore", 35.1), ("matrix-free", 22.6)):
         total = lro.memory_plan("llama-7b", optimizer).parts.total
         assert total == pytest.approx(measured * 1e9, rel=0.1)
 
