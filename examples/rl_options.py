@@ -10,8 +10,8 @@ from rl_learning import ALGORITHMS, Settings
 from rl_optimizers import CLASSES, RECIPES, Options, Rank
 from rl_tasks import TASKS
 
-ITERATIONS = {"paths": 80, "addition": 240}
-SUPERVISED_STEPS = {"paths": 300, "addition": 1500}
+ITERATIONS = {"paths": 80, "addition": 120}
+SUPERVISED_STEPS = {"paths": 300, "addition": 800}
 USUAL_ALGORITHM = {"paths": "ppo", "addition": "grpo"}
 
 
@@ -58,8 +58,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--task", choices=TASKS, default="paths", help="what is learned (%(default)s)")
     add("--algorithm", choices=ALGORITHMS, help="(ppo for paths, grpo for addition)")
     add("--seed", type=count_or_zero, default=0, help="of everything (%(default)s)")
-    add("--supervised-steps", type=count, help="before, on flawed demonstrations (300, 1500)")
-    add("--iterations", type=count, help="of reinforcement learning (80, 240)")
+    add("--supervised-steps", type=count, help="before, on flawed demonstrations (300, 800)")
+    add("--iterations", type=count, help="of reinforcement learning (80, 120)")
 
     add = parser.add_argument_group("optimizer").add_argument
     add(

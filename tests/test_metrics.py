@@ -34,6 +34,13 @@ def watched(**options):
     return lro.galore_project(optax.sgd(0.1), tracker, metrics=True, **options)
 
 
+def test_no_two_arrays_of_a_new_state_share_memory():
+    """Or a step that donates it is refused."""
+    state = watched().init(PARAMS)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert len(set(pointers)) == len(pointers)
+
+
 @pytest.fixture(scope="module")
 def steps():
     """Gradients of three steps and the states after each."""
