@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import pathlib
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from errors import UserError
@@ -11,7 +12,14 @@ from placement import AXES
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises `UserError`."""
+    """A parser that raises `UserError`, prints its description as it is, and takes whole names."""
+
+    def __init__(self, description: str | None):
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raises instead of printing and exiting."""
@@ -90,6 +98,18 @@ def process(text: str) -> tuple[str, int, int]:
     )
 
 
+def named_rate(names: Collection[str]) -> Callable[[str], tuple[str | None, float]]:
+    """Reads LR, or NAME=LR with one of ``names``."""
+
+    def read(text: str) -> tuple[str | None, float]:
+        name, _, value = text.rpartition("=")
+        if name and name not in names:
+            raise argparse.ArgumentTypeError(f"{text} names none of {', '.join(names)}")
+        return name or None, positive(value)
+
+    return read
+
+
 def check_directory(flag: str, path: pathlib.Path | None) -> None:
     """Makes sure that a directory is there or can be made.
 
@@ -112,3 +132,17 @@ def check_directory(flag: str, path: pathlib.Path | None) -> None:
 def flag_of(option: str) -> str:
     """How a user types an option."""
     return "--" + option.replace("_", "-")
+
+
+def log_path(args: argparse.Namespace, name: str) -> pathlib.Path | None:
+    """Where the metrics of one run go.
+
+    Raises:
+        UserError: if another run's metrics are there.
+    """
+    if args.log_dir is None:
+        return None
+    path = args.log_dir / f"{name}.jsonl"
+    if path.exists() and not args.resume:
+        raise UserError(f"'{path}' exists already: choose another --log-dir")
+    return path

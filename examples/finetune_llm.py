@@ -191,11 +191,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
     jitted_sums = jax.jit(sums)
 
     def evaluate(trained: Any, batches: Iterable[Any]) -> float:
-        found = [jitted_sums(trained, put(batch), frozen) for batch in batches]
+        found = [jitted_sums(trained, batch, frozen) for batch in batches]
         return float(sum(loss for loss, _ in found) / sum(count for _, count in found))
 
     if start == 0:
-        before = evaluate(state[0], experiment.data.validation_batches(args.batch_size))
+        before = evaluate(state[0], map(put, experiment.data.validation_batches(args.batch_size)))
         say.line(f"before training: val {before:.4f}")
     settings = training.Settings(
         steps=experiment.steps,
@@ -211,15 +211,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
         result = training.train(
             state,
             start,
-            train_step=lambda trained, opt_state, batch: step(
-                trained, opt_state, put(batch), frozen
-            ),
+            train_step=lambda trained, opt_state, batch: step(trained, opt_state, batch, frozen),
             evaluate=evaluate,
             corpus=experiment.data,
             schedule=schedule,
             settings=settings,
             observer=stack.enter_context(observer),
             save=None if checkpoints is None else checkpoints.save,
+            place=put,
         )
     say.result(result, experiment)
     if args.export is not None:

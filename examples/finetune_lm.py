@@ -13,7 +13,6 @@ two CPU cores. Nothing is downloaded.
 import argparse
 import contextlib
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ import optimizers
 import options
 import reporting
 import training
+from arguments import log_path
 from checkpointing import Checkpoints
 from decoder import DecoderConfig, functional, next_token_loss
 from errors import UserError, exit_code
@@ -158,20 +158,6 @@ def open_checkpoints(experiment: Experiment) -> dict[str, Checkpoints]:
             "the directory of an earlier run, or leave --resume out"
         )
     return opened
-
-
-def log_path(args: argparse.Namespace, name: str) -> pathlib.Path | None:
-    """Where the metrics of one run go.
-
-    Raises:
-        UserError: if another run's metrics are there.
-    """
-    if args.log_dir is None:
-        return None
-    path = args.log_dir / f"{name}.jsonl"
-    if path.exists() and not args.resume:
-        raise UserError(f"'{path}' exists already: choose another --log-dir")
-    return path
 
 
 def make_optimizer(

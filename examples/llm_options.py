@@ -31,11 +31,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     Returns:
         A parser that raises `UserError`.
     """
-    parser = Parser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(description)
     add = parser.add_argument_group("model and data").add_argument
     add("--model", required=True, metavar="DIR", help="checkpoint, or organisation/model to fetch")
     add("--data", required=True, type=pathlib.Path, metavar="FILE", help="JSON lines to learn")

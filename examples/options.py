@@ -10,6 +10,7 @@ from arguments import (
     count_or_zero,
     flag_of,
     mesh_sizes,
+    named_rate,
     number,
     positive,
     process,
@@ -18,13 +19,6 @@ from arguments import (
 from decoder import DecoderConfig
 from errors import UserError
 from optimizers import RECIPES, Options
-
-
-def _learning_rate(text: str) -> tuple[str | None, float]:
-    name, _, value = text.rpartition("=")
-    if name and name not in RECIPES:
-        raise argparse.ArgumentTypeError(f"{text} names none of {', '.join(RECIPES)}")
-    return name or None, positive(value)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -36,11 +30,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     Returns:
         A parser that raises `UserError`.
     """
-    parser = Parser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(description)
     tiny, options = DecoderConfig.tiny(), Options()
 
     add = parser.add_argument_group("optimizer").add_argument
@@ -57,7 +47,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--scale", type=positive, help="factor on projected updates (the optimizer's own)")
     add(
         "--lr",
-        type=_learning_rate,
+        type=named_rate(RECIPES),
         nargs="+",
         default=[],
         metavar="LR",

@@ -22,11 +22,12 @@ from rich.console import Console
 import lowrank_optax as lro
 import rl_options
 import rl_reporting
+from arguments import log_path
 from checkpointing import Checkpoints
 from decoder import Params
 from errors import UserError, exit_code
 from monitor import Monitor, Thresholds
-from rl_experiment import Experiment, log_path, open_checkpoints, prepare, supervise
+from rl_experiment import Experiment, open_checkpoints, prepare, supervise
 from rl_learning import make_iteration, make_scorer
 from rl_optimizers import RECIPES
 from rl_training import learn, start_run

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -199,20 +198,6 @@ def open_checkpoints(experiment: Experiment) -> dict[str, Checkpoints]:
             "earlier run, or leave --resume out"
         )
     return checkpoints
-
-
-def log_path(args: argparse.Namespace, name: str) -> pathlib.Path | None:
-    """Where the metrics of one run go.
-
-    Raises:
-        UserError: if another run's metrics are there.
-    """
-    if args.log_dir is None:
-        return None
-    path = args.log_dir / f"{name}.jsonl"
-    if path.exists() and not args.resume:
-        raise UserError(f"'{path}' exists already: choose another --log-dir")
-    return path
 
 
 def supervise(experiment: Experiment, checkpoints: Checkpoints | None, console: Console) -> Params:

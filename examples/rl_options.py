@@ -3,7 +3,17 @@
 import argparse
 import pathlib
 
-from arguments import Parser, check_directory, count, count_or_zero, flag_of, number, positive, rank
+from arguments import (
+    Parser,
+    check_directory,
+    count,
+    count_or_zero,
+    flag_of,
+    named_rate,
+    number,
+    positive,
+    rank,
+)
 from errors import UserError
 from rl_guard import GuardOptions
 from rl_learning import ALGORITHMS, Settings
@@ -24,13 +34,6 @@ def _class_rank(text: str) -> tuple[str | None, Rank]:
     return name or None, None if value == "full" else rank(value)
 
 
-def _learning_rate(text: str) -> tuple[str | None, float]:
-    name, _, value = text.rpartition("=")
-    if name and name not in RECIPES:
-        raise argparse.ArgumentTypeError(f"{text} names none of {', '.join(RECIPES)}")
-    return name or None, positive(value)
-
-
 def _share(text: str) -> float:
     value = number(text)
     if value <= 1:
@@ -47,11 +50,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     Returns:
         A parser that raises `UserError`.
     """
-    parser = Parser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(description)
     guard, usual, optimizer = GuardOptions(), Settings("ppo"), Options()
 
     add = parser.add_argument_group("task").add_argument
@@ -90,7 +89,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--scale", type=positive, help=f"factor on projected updates ({optimizer.scale:g})")
     add(
         "--lr",
-        type=_learning_rate,
+        type=named_rate(RECIPES),
         nargs="+",
         default=[],
         metavar="LR",

@@ -35,8 +35,7 @@ def _found(state: Any) -> tuple[SubspaceState, TrackerState, list[Bases]]:
             f"a transformation whose state holds {len(subspace)}"
         )
     (tracker,) = trackers
-    bases = tracker.plan.bases(tracker.reduction_basis, tracker.output_basis)
-    return subspace[0], tracker, bases
+    return subspace[0], tracker, tracker.encoders()
 
 
 def _first_moments(inner_state: Any, plan: Plan) -> dict[str, jax.Array]:

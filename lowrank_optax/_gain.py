@@ -16,7 +16,7 @@ from lowrank_optax import _moments, _probe
 def _forget(state: Any, fresh: Any) -> Any:
     """``state`` with every moment, and the count that corrects its bias, from ``fresh``."""
     kind: Any = type(state)
-    if isinstance(state, tuple) and hasattr(kind, "_fields"):
+    if _moments.is_namedtuple(state):
         forgotten = [*_moments.field_roles(state)]
         forgotten += ["count"] if forgotten else []
         return kind(

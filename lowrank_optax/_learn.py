@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowrank_optax import _learning, _subspace_methods, _target, _tracker, _tree
+from lowrank_optax import _learning, _storage, _subspace_methods, _target, _tracker, _tree
 from lowrank_optax._contract import place_like, wide_dtype
 from lowrank_optax._orthonormalize import orthonormalize
 from lowrank_optax._plan import LeafPlan, Plan, make_plan
@@ -148,7 +148,7 @@ def learn_basis(
     _target.check_choice("learn_basis: side", side, _target.SIDES)
     if not isinstance(init, Mapping):
         _target.check_choice("learn_basis: init", init, INITS)
-    dtype = _tracker.check_dtype("learn_basis", dtype)
+    dtype = _storage.check_dtype("learn_basis", dtype)
     always = not callable(every) and every == 1
 
     def plan_of(params: Any) -> Plan:

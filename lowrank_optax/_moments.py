@@ -49,7 +49,8 @@ def field_roles(node: Any) -> dict[str, str]:
     return {field: roles[field] for field in node._fields if field in roles}
 
 
-def _is_namedtuple(node: Any) -> bool:
+def is_namedtuple(node: Any) -> bool:
+    """Whether a node of an optimizer state has named fields."""
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
@@ -59,7 +60,7 @@ def map_moments(fn: Callable[..., Any], state: Any, *rest: Any) -> Any:
         # Moments in few bits, which are worked on in full.
         moved = map_moments(fn, state.opened(), *(node.opened() for node in rest))
         return state.closed(moved)
-    if _is_namedtuple(state):
+    if is_namedtuple(state):
         roles = field_roles(state)
         moved = fn(state, *rest) if roles else state
         # A state with moments of its own may hold another's, as that of optax.MultiSteps does.
@@ -302,7 +303,7 @@ def kept_fields(inner_state: Any, plan: Plan) -> list[str]:
     kept: dict[str, None] = {}
 
     def visit(node: Any, name: str) -> None:
-        if _is_namedtuple(node):
+        if is_namedtuple(node):
             recognised = field_roles(node)
             for field in node._fields:
                 if field not in recognised:

@@ -38,16 +38,22 @@ def times(
     )
 
 
+def _inverse_factor(squares: Float[Array, "*batch r r"]) -> Float[Array, "*batch r r"]:
+    """``L⁻ᵀ`` of a positive definite matrix ``L Lᵀ``."""
+    factor = jnp.linalg.cholesky(squares)
+    identity = jnp.eye(squares.shape[-1], dtype=squares.dtype)
+    root = jax.scipy.linalg.solve_triangular(
+        factor, jnp.broadcast_to(identity, factor.shape), lower=True
+    )
+    return jnp.swapaxes(root, -1, -2)
+
+
 def inverse(squares: Float[Array, "*batch r r"]) -> Float[Array, "*batch r r"]:
     """The inverse of a positive definite ``r x r`` matrix, on every device."""
-    identity = jnp.eye(squares.shape[-1], dtype=squares.dtype)
 
     def by_cholesky(squares: Array) -> Array:
-        factor = jnp.linalg.cholesky(squares)
-        root = jax.scipy.linalg.solve_triangular(
-            factor, jnp.broadcast_to(identity, factor.shape), lower=True
-        )
-        return jnp.matmul(jnp.swapaxes(root, -1, -2), root, precision=REFRESH_PRECISION)
+        root = _inverse_factor(squares)
+        return jnp.matmul(root, jnp.swapaxes(root, -1, -2), precision=REFRESH_PRECISION)
 
     return on_replicated(by_cholesky, squares)
 
@@ -107,16 +113,9 @@ def whiten(
     diagonal = jnp.diagonal(squares, axis1=-2, axis2=-1)
     size = jnp.where(well_conditioned, jnp.max(diagonal, axis=-1), 4 * jnp.sum(diagonal, axis=-1))
 
-    def inverse_factor(shifted: Array) -> Array:
-        factor = jnp.linalg.cholesky(shifted)
-        inverse = jax.scipy.linalg.solve_triangular(
-            factor, jnp.broadcast_to(identity, factor.shape), lower=True
-        )
-        return jnp.swapaxes(inverse, -1, -2)
-
     shift = eps * size + jnp.finfo(squares.dtype).tiny ** 0.5
     shifted = squares + shift[..., None, None] * identity
-    return times(y, on_replicated(inverse_factor, shifted), batch_ndim)
+    return times(y, on_replicated(_inverse_factor, shifted), batch_ndim)
 
 
 def orthonormalize(

@@ -160,9 +160,10 @@ class RankGrowth:
                     "RankGrowth: the state holds no metrics to read the residual from; build the "
                     "optimizer with metrics=True, or give residual=None and an angle"
                 )
-            bases = plan.bases(tracker.reduction_basis, tracker.output_basis)
             refreshes = np.asarray(tracker.refreshes)
-            for number, (index, basis) in enumerate(zip(plan.targets, bases, strict=True)):
+            for number, (index, basis) in enumerate(
+                zip(plan.targets, tracker.encoders(), strict=True)
+            ):
                 leaf = plan.leaves[index]
                 energy = None if energies is None else float(energies[number])
                 sides = [b for b in basis if b is not None]

@@ -107,8 +107,7 @@ def refresh_basis(
     )
     _target.check_choice("refresh_basis: method", method, _subspace_methods.METHODS)
     _target.check_choice("refresh_basis: side", side, _target.SIDES)
-    dtype = jnp.dtype(dtype)
-    _storage.check_dtype(dtype)
+    dtype = _storage.check_dtype("refresh_basis", dtype, eight_bits=True)
 
     def init_fn(params: Any) -> Any:
         plan = make_plan(params, targets, rank, side).tracked(method, seed)

@@ -131,7 +131,7 @@ def _is_sharding(x: Any) -> bool:
 
 def _shardings_of(params: Any, param_shardings: Any) -> list[Any]:
     """One sharding, partition spec or None for each leaf of params."""
-    paths, leaves, treedef = _tree.flatten_with_paths(params)
+    paths, leaves, _ = _tree.flatten_with_paths(params)
     if param_shardings is None:
         return [getattr(_tree.unbox(leaf), "sharding", None) for leaf in leaves]
     if _is_sharding(param_shardings):
@@ -156,7 +156,6 @@ def _shardings_of(params: Any, param_shardings: Any) -> list[Any]:
                 f"state_shardings: {path!r}: expected a NamedSharding, a PartitionSpec or None, "
                 f"got {given[path]!r}"
             )
-    del treedef
     return [given[path] for path in paths]
 
 

@@ -15,12 +15,22 @@ from lowrank_optax._view import Bases, View
 _LARGEST = 127
 
 
-def check_dtype(dtype: jnp.dtype) -> None:
-    """Raises ValueError unless bases can be stored in a dtype."""
-    if not (jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.int8):
-        raise ValueError(
-            f"refresh_basis: dtype={dtype.name} cannot hold a basis; use a float or int8"
-        )
+def check_dtype(name: str, dtype: Any, *, eight_bits: bool = False) -> jnp.dtype:
+    """The dtype of a tracker's bases.
+
+    Args:
+        name: the tracker, for the message.
+        dtype: what was asked for.
+        eight_bits: whether int8 will do.
+
+    Raises:
+        ValueError: if it cannot hold a basis.
+    """
+    dtype = jnp.dtype(dtype)
+    if not (jnp.issubdtype(dtype, jnp.floating) or (eight_bits and dtype == jnp.int8)):
+        fit = "a float or int8" if eight_bits else "a float"
+        raise ValueError(f"{name}: dtype={dtype.name} cannot hold a basis; use {fit}")
+    return dtype
 
 
 def _axes(x: Array, view: View) -> tuple[int, ...]:

@@ -29,14 +29,6 @@ def check_every(name: str, every: Any, hint: str) -> None:
         raise ValueError(f"{name}: every={every} must be at least 1 step; {hint}")
 
 
-def check_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """The dtype of bases; raises ValueError unless it is a float."""
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{name}: dtype={dtype.name} cannot hold a basis; use a float")
-    return dtype
-
-
 def random_start(plan: Plan, seed: int, dtype: jnp.dtype) -> list[Bases]:
     """Seeded random bases, one entry a target."""
     # Compiled once per shape: an eager run would dispatch every small operation of each leaf.

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 import rl
@@ -29,28 +28,7 @@ TINY = shlex.split(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _standard_promotion():
-    """Optax and Orbax do not run under strict promotion, and scripts do not ask for it."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_once(tmp_path_factory):
-    """Runs of one program share its compilation."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("standard_promotion", "compile_once")
 
 
 def parse(*options: str) -> argparse.Namespace:
