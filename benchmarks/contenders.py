@@ -1,23 +1,18 @@
-"""The optimizers of ``quality.py``, and one training run of each on a byte-level language model.
+"""The optimizers of ``quality.py``.
 
 All of them project the seven matrices of each block, at one rank, and train embedding and norms
 alike. Those that read matrices only get the layers one by one; the others get them stacked.
 """
 
 import dataclasses
-import functools
-import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import lowrank_optax as lro
-from harness import example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +31,7 @@ class Setting:
     rank: int
     every: int
     decay: float
-    seed: int
+    seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,25 +59,29 @@ class Contender:
     decays: bool = True
 
 
-def _is_matrix(path: tuple[Any, ...]) -> bool:
+def is_matrix(path: tuple[Any, ...]) -> bool:
     return any("_proj" in str(getattr(key, "key", key)) for key in path)
 
 
 def _at_matrices(params: Any, entry: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: entry if _is_matrix(path) else None, params
+        lambda path, _: entry if is_matrix(path) else None, params
     )
+
+
+def _targets(s: Setting, params: Any) -> Any:
+    def target(path, leaf):
+        if not is_matrix(path):
+            return None
+        return lro.Target(s.rank, leaf.ndim - 2, leaf.ndim - 1)
+
+    return jax.tree_util.tree_map_with_path(target, params)
 
 
 def _tracker(
     method: str, s: Setting, params: Any, every: Any = None, dtype: Any = jnp.float32
 ) -> Any:
-    def target(path, leaf):
-        if not _is_matrix(path):
-            return None
-        return lro.Target(s.rank, leaf.ndim - 2, leaf.ndim - 1)
-
-    targets = jax.tree_util.tree_map_with_path(target, params)
+    targets = _targets(s, params)
     every = every or s.every
     return lro.refresh_basis(every=every, method=method, targets=targets, seed=s.seed, dtype=dtype)
 
@@ -173,8 +172,30 @@ def _adamw(s: Setting, params: Any) -> optax.GradientTransformation:
     return optax.adamw(s.rate, weight_decay=s.decay)
 
 
+def _split_adamw(factor: float) -> Any:
+    """AdamW at another rate for embedding and norms, as a scale on the matrices alone has it."""
+
+    def make(s: Setting, params: Any) -> optax.GradientTransformation:
+        labels = jax.tree_util.tree_map_with_path(
+            lambda path, _: "matrix" if is_matrix(path) else "rest", params
+        )
+        rates = {"matrix": s.rate, "rest": lambda count: factor * s.rate(count)}
+        return optax.partition(
+            {k: optax.adamw(rate, weight_decay=s.decay) for k, rate in rates.items()}, labels
+        )
+
+    return make
+
+
+def _logra(s: Setting, params: Any) -> optax.GradientTransformation:
+    inner = optax.adamw(s.rate, weight_decay=s.decay) if s.decay else optax.adam(s.rate)
+    return lro.logra_sketch(inner, lro.learn_basis(targets=_targets(s, params), seed=s.seed))
+
+
 CONTENDERS: dict[str, Contender] = {
     "adamw": Contender(_adamw, 1.5e-3, ranked=False),
+    "adamw rest×4": Contender(_split_adamw(4.0), 1.5e-3, ranked=False),
+    "adamw rest×16": Contender(_split_adamw(16.0), 1.5e-3, ranked=False),
     "adafactor": Contender(_adafactor, 2e-2, ranked=False, stacked=False, decays=False),
     "muon": Contender(_muon, 2e-3, ranked=False, stacked=False),
     "contrib.galore": Contender(_contrib_galore, 1e-2, stacked=False),
@@ -182,12 +203,15 @@ CONTENDERS: dict[str, Contender] = {
     "flora": Contender(_flora, 4e-3),
     "lora": Contender(_adamw, 5e-3, adapters=True),
     "galore": Contender(_ours("subspace"), 5e-3, compact=True),
+    "galore scale=0.25": Contender(_ours("subspace", scale=0.25), 1e-2, compact=True),
+    "logra": Contender(_logra, 5e-3),
     "random": Contender(_ours("random"), 5e-3, compact=True),
     "frozen": Contender(_ours("frozen"), 5e-3, compact=True),
     "fira": Contender(_ours("subspace", lambda s: lro.fira_lift()), 5e-3),
     "fira no limit": Contender(_ours("subspace", lambda s: lro.fira_lift(None)), 5e-3),
     "fira random": Contender(_ours("random", lambda s: lro.fira_lift()), 5e-3),
     "sketched": Contender(_sketched("random", 1.0), 7e-3, compact=True),
+    "sketched scale=0.25": Contender(_sketched("random", 1.0, scale=0.25), 1e-2, compact=True),
     "sketched k=r/4": Contender(_sketched("random", 0.25), 7e-3, compact=True),
     "sketched k=r/2": Contender(_sketched("random", 0.5), 7e-3, compact=True),
     "sketched k=2r": Contender(_sketched("random", 2.0), 7e-3, compact=True),
@@ -220,178 +244,3 @@ CONTENDERS: dict[str, Contender] = {
         ranked=False,
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """A model, a corpus and a length of training.
-
-    Attributes:
-        width: of the model; the feed-forward layer is three times as wide.
-        layers: of the model.
-        batch: sequences a step.
-        length: bytes a sequence.
-        steps: updates.
-        corpus: a file, or "" for the standard library's source.
-        clip: largest global gradient norm, 0 for none.
-        decay: weight decay.
-    """
-
-    width: int = 128
-    layers: int = 4
-    batch: int = 8
-    length: int = 128
-    steps: int = 400
-    corpus: str = ""
-    clip: float = 0.0
-    decay: float = 0.0
-
-
-@functools.cache
-def corpus_of(task: Task) -> Any:
-    """The text, cut into training and validation windows."""
-    data = example("data")
-    text = pathlib.Path(task.corpus).read_bytes() if task.corpus else data.standard_library()
-    return data.split(text, task.length)
-
-
-def _unstacked(params: Any, layers: int) -> Any:
-    return params | {
-        "layers": [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(layers)]
-    }
-
-
-def _stacked(params: Any) -> Any:
-    if not isinstance(params["layers"], list):
-        return params
-    return params | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}
-
-
-def _adapters(params: Any, rank: int, seed: int) -> Any:
-    """LoRA's pairs for every matrix, the second of each zero, and all that is no matrix."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
-    rng = np.random.default_rng(seed)
-    leaves = []
-    for path, leaf in pairs:
-        if not _is_matrix(path):
-            leaves.append(leaf)
-            continue
-        *batch, m, n = leaf.shape
-        down = rng.standard_normal((*batch, m, rank)) / m**0.5
-        leaves.append(
-            {"lora_a": jnp.asarray(down, jnp.float32), "lora_b": jnp.zeros((*batch, rank, n))}
-        )
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _merged(frozen: Any, trained: Any) -> Any:
-    def one(path, weight, x):
-        return weight + x["lora_a"] @ x["lora_b"] if _is_matrix(path) else x
-
-    # At each matrix of the one tree the other has a pair.
-    return jax.tree_util.tree_map_with_path(one, frozen, trained)
-
-
-def count_bytes(tree: Any) -> int:
-    """How many bytes the arrays of a pytree hold."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def run(
-    name: str, task: Task, rank: int, rate: float, seed: int, validation: int = 128
-) -> dict[str, Any]:
-    """Trains a model with one contender.
-
-    Args:
-        name: a key of `CONTENDERS`.
-        task: what to train.
-        rank: columns of each basis.
-        rate: the peak learning rate: a warm-up of a twentieth of the steps, then a cosine to 10 %.
-        seed: of the initial params and of the order of the data.
-        validation: windows to validate on.
-
-    Returns:
-        The validation loss in nats a byte (None if training diverged), and what it cost.
-    """
-    contender = CONTENDERS[name]
-    decoder = example("decoder")
-    config = decoder.DecoderConfig.tiny(
-        hidden_size=task.width,
-        intermediate_size=3 * task.width,
-        num_hidden_layers=task.layers,
-        num_attention_heads=max(task.width // 32, 2),
-        num_key_value_heads=max(task.width // 64, 1),
-    )
-    init, apply = decoder.functional(config)
-    params = jax.jit(init)(jax.random.key(seed))
-    adamw_bytes = count_bytes(jax.eval_shape(optax.adamw(1.0).init, params))
-    if not contender.stacked:
-        params = _unstacked(params, task.layers)
-
-    def loss_of(params, tokens):
-        logits = apply(_stacked(params), tokens[:, :-1])
-        return decoder.next_token_loss(logits, tokens[:, 1:])
-
-    frozen = params
-    if contender.adapters:
-        params = _adapters(params, rank, seed)
-
-    def loss(params, tokens):
-        return loss_of(_merged(frozen, params) if contender.adapters else params, tokens)
-
-    shape = example("optimizers").make_schedule(1.0, task.steps, task.steps // 20, "cosine")
-
-    def optimizer(peak):
-        # The same draws for all seeds, lest each compile its own step.
-        setting = Setting(lambda count: peak * shape(count), rank, contender.every, task.decay, 0)
-        tx = contender.make(setting, params)
-        if task.clip:
-            tx = optax.chain(optax.clip_by_global_norm(task.clip), tx)
-        return optax.with_extra_args_support(tx)
-
-    state = jax.jit(optimizer(1.0).init)(params)
-    compact = lro.compact_value_and_grad(loss)
-
-    # The rate is an argument, so that all rates share one compiled step.
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, tokens, peak):
-        tx = optimizer(peak)
-        if contender.compact:
-            value, grads, bases = compact(params, tokens, opt_state=state)
-            updates, state = tx.update(grads, state, params, bases=bases)
-        else:
-            value, grads = jax.value_and_grad(loss)(params, tokens)
-            updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    corpus = corpus_of(task)
-    result = {"state_bytes": count_bytes(state), "adamw_bytes": adamw_bytes}
-    wall, cpu, losses = [], [], []
-    start = time.perf_counter()
-    if contender.adapters:
-        # Donation must not take the weights that stay.
-        params = jax.tree.map(jnp.copy, params)
-    for number in range(task.steps):
-        tokens = corpus.batch(seed, number, task.batch)
-        before = time.perf_counter(), time.process_time()
-        params, state, value = step(params, state, tokens, rate)
-        losses.append(float(value))
-        wall.append(time.perf_counter() - before[0])
-        cpu.append(time.process_time() - before[1])
-        if not np.isfinite(losses[-1]) or losses[-1] > 3 * losses[0]:
-            break
-    result["seconds"] = time.perf_counter() - start
-    result["first_step_s"] = wall[0]
-    result["step_ms"] = 1e3 * float(np.median(wall[1:] or wall))
-    result["step_cpu_ms"] = 1e3 * float(np.median(cpu[1:] or cpu))
-    result["train_loss"] = float(np.mean(losses[-20:])) if np.isfinite(losses[-1]) else None
-    result["val_loss"] = None
-    if len(losses) == task.steps and np.isfinite(losses[-1]):
-        evaluate = jax.jit(loss)
-        rows = [
-            (float(evaluate(params, tokens)), len(tokens))
-            for tokens in corpus.validation_batches(32, validation)
-        ]
-        mean = sum(value * size for value, size in rows) / sum(size for _, size in rows)
-        result["val_loss"] = mean if np.isfinite(mean) else None
-    return result

@@ -1,21 +1,25 @@
 """Validation loss of many optimizers on byte-level language modelling, each at its best rate.
 
-Every contender's learning rate is tuned over a grid of the same size with one seed, then three
-seeds run at the best rate. Results are appended to a file of JSON lines, and what is in it is not
-run again: the benchmark can be stopped at any time, run in pieces, and by several processes.
+Every contender trains at the same number of learning rates, a factor of 2 apart, with three seeds
+each; the rate with the best mean counts. Results are appended to a file of JSON lines, and what is
+in it is not run again: the benchmark can be stopped at any time, run in pieces, and by several
+processes.
 
   python benchmarks/quality.py run --budget-minutes 60 --threads 1
   python benchmarks/quality.py run --only sketched --only adamw
   python benchmarks/quality.py plan
   python benchmarks/quality.py report --plot benchmarks/quality.png
 
+All runs of a contender train side by side in one program. On a GPU start several processes: most
+of their time goes into compiling.
+
 Jobs come in a fixed order, the most telling first. Stages:
 
-- ``small``: width 128, 4 layers, 400 steps of 8 × 128 bytes of the standard library's source; a
-  grid of five rates in steps of 2, up to two more where the best is at an end, then three seeds;
+- ``small``: width 128, 4 layers, 400 steps of 8 × 128 bytes of the standard library's source;
+  seven rates, up to two more where the best is at an end;
 - ``long``: the same for 1600 steps; ``large``: width 256, 6 layers; ``regularized``: with clipping
-  at 1 and weight decay 0.1; for the leading contenders of ``small`` and AdamW, at the best rate
-  there and at half and twice that;
+  at 1 and weight decay 0.1; for the leading contenders of ``small`` and some others, at the best
+  rate there and at half and twice that;
 - ``english``: the text of a dictionary, likewise. It comes from a Debian package:
 
     apt-get download dict-gcide && dpkg-deb -x dict-gcide_*.deb gcide
@@ -49,7 +53,7 @@ def limit_threads(threads: int, core: int | None) -> None:
 
 def tasks(args: argparse.Namespace) -> dict[str, Any]:
     """The stages that can run."""
-    from contenders import Task
+    from quality_training import Task
 
     small = Task(**args.task)
     changed = dataclasses.replace
@@ -68,49 +72,65 @@ def run(args: argparse.Namespace) -> None:
     """Runs pending jobs until none is left or the time is up."""
     import jax
 
-    import contenders
     import harness
     import quality_jobs as jobs
+    import quality_training as training
 
-    # All rates of one contender share a compiled step, also between processes.
+    # A stage that only differs in its text shares its programs with another.
     jax.config.update("jax_compilation_cache_dir", str(args.results.with_suffix(".cache")))
+    # GPUs would multiply with ten bits of mantissa.
+    jax.config.update("jax_default_matmul_precision", "highest")
 
     stages = {n: t for n, t in tasks(args).items() if not args.stage or n in args.stage}
     claims, deadline = jobs.Claims(args.results), time.monotonic() + 60 * args.budget_minutes
-    longest = 0.0
+    lock = args.results.with_suffix(".lock")
+    longest, failed = 0.0, set()
     while time.monotonic() + longest < deadline:
-        results, taken = jobs.load(args.results), set()
-        while True:
-            job = next(jobs.pending(results, stages, args.only, taken), None)
-            if job is None or claims.take(job):
-                break
-            taken.add(job.key)
+        results = jobs.load(args.results)
+        following = jobs.pending(results, stages, args.only)
+        job = next((j for j in following if j.key not in failed and claims.take(j)), None)
         if job is None:
             print("nothing left to start")
             return
-        # Another process may have finished it since.
-        if job.key in jobs.load(args.results):
-            claims.drop(job)
-            continue
         task, began = stages[job.stage], time.monotonic()
         rank = task.width // jobs.FRACTIONS[job.fraction] if job.fraction else 0
         try:
-            result = contenders.run(job.name, task, rank, job.rate, job.seed)
-            row = {"key": job.key} | dataclasses.asdict(job) | result
-            row |= {
+            # Another process may have finished it since.
+            if job.key in jobs.load(args.results):
+                continue
+            found = training.run(job.name, task, rank, job.lanes, lock)
+            about = {
+                "stage": job.stage,
+                "name": job.name,
+                "fraction": job.fraction,
                 "task": dataclasses.asdict(task) | {"corpus": pathlib.Path(task.corpus).name},
                 "threads": args.threads,
-                "load": os.getloadavg()[0],
                 "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "on": harness.versions("jax", "optax"),
+                "on": f"{harness.versions('jax', 'optax')}, {jax.devices()[0].device_kind}",
             }
+            lines = [
+                {"key": jobs.key_of(job.stage, (job.name, job.fraction), rate, seed)}
+                | about
+                | {"rate": rate, "seed": seed}
+                | result
+                for (rate, seed), result in zip(job.lanes, found, strict=True)
+            ]
             with args.results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+        except Exception as error:  # One contender's failure must not end an hour's run.
+            failed.add(job.key)
+            print(f"{job.key}: FAILED, {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
         finally:
             claims.drop(job)
         longest = max(longest, time.monotonic() - began)
-        loss = "diverged" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
-        print(f"{job.key}: {loss}, {row['seconds']:.0f} s", flush=True)
+        losses = [line["val_loss"] for line in lines if line["val_loss"] is not None]
+        best = f"{min(losses):.4f}" if losses else "all diverged"
+        print(
+            f"{job.key} and {len(lines) - 1} more: best {best}; "
+            f"compiling {found[0]['compile_s']:.0f} s, training {found[0]['seconds']:.0f} s",
+            flush=True,
+        )
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -118,10 +138,10 @@ def plan(args: argparse.Namespace) -> None:
     import quality_jobs as jobs
 
     results = jobs.load(args.results)
-    following = list(jobs.pending(results, tasks(args), args.only, set()))
+    following = list(jobs.pending(results, tasks(args), args.only))
     print(f"{len(results)} runs are done; known to follow: {len(following)}")
     for job in following:
-        print(job.key)
+        print(f"{job.key} and {len(job.lanes) - 1} more")
 
 
 def report(args: argparse.Namespace) -> None:

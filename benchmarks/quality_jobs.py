@@ -14,16 +14,16 @@ from typing import Any
 from contenders import CONTENDERS
 
 SEEDS = (0, 1, 2)
-GRID = (1.0, 2.0, 0.5, 4.0, 0.25)
-NEIGHBOURS = (1.0, 0.5, 2.0)
+# Learning rates over the contender's own, and over the best of the small stage.
+GRID = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+NEIGHBOURS = (0.5, 1.0, 2.0)
 MOST_EXTENSIONS = 2
 FRACTIONS = {"d/4": 4, "d/8": 8, "d/16": 16}
-LEADERS = 6
+BEST = 3
 
 # Contenders that run at every rank.
 EVERY_RANK = (
     "contrib.galore",
-    "galore svd keep",
     "flora",
     "lora",
     "galore",
@@ -61,32 +61,50 @@ FIRST = (
 )
 
 
+# What the later stages run in any case, beside the `BEST` of the small one.
+FINALISTS = (
+    ("adamw", ""),
+    ("adamw rest×4", ""),
+    ("sketched", "d/4"),
+    ("fira random", "d/4"),
+    ("galore", "d/4"),
+    ("contrib.galore", "d/4"),
+    ("fira", "d/4"),
+    ("sketched", "d/8"),
+    ("sketched subspace", "d/4"),
+    ("muon", ""),
+    ("apollo", "d/4"),
+)
+
+Entry = tuple[str, str]
+Results = dict[str, dict[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One training run.
+    """Training runs that differ in rate and seed alone.
 
     Attributes:
         stage: a key of `tasks`.
         name: a contender.
         fraction: of the width that its rank is, or "".
-        rate: its peak learning rate.
-        seed: the seed.
+        lanes: peak learning rate and seed of each run.
     """
 
     stage: str
     name: str
     fraction: str
-    rate: float
-    seed: int
+    lanes: tuple[tuple[float, int], ...]
 
     @property
     def key(self) -> str:
-        """What identifies it in a file of results."""
-        return f"{self.stage}|{self.name}|{self.fraction}|{self.rate:.6g}|{self.seed}"
+        """What identifies it among the jobs of one state of the results."""
+        return key_of(self.stage, (self.name, self.fraction), *self.lanes[0])
 
 
-Entry = tuple[str, str]
-Results = dict[str, dict[str, Any]]
+def key_of(stage: str, entry: Entry, rate: float, seed: int) -> str:
+    """What identifies one training run in a file of results."""
+    return f"{stage}|{entry[0]}|{entry[1]}|{rate:.6g}|{seed}"
 
 
 def entries() -> list[Entry]:
@@ -98,64 +116,62 @@ def entries() -> list[Entry]:
         # What varies one thing is told at one rank.
         if contender.ranked and (fraction == "d/4" or name in EVERY_RANK)
     ]
-    return list(dict.fromkeys([*FIRST, *rest]))
+    unranked = [(name, "") for name, contender in CONTENDERS.items() if not contender.ranked]
+    return list(dict.fromkeys([*FIRST, *unranked, *rest]))
 
 
-def value_of(results: Results, job: Job) -> float | None:
-    """The validation loss of a job, infinite if it diverged, None if it has not run."""
-    row = results.get(job.key)
-    if row is None:
-        return None
-    return float("inf") if row["val_loss"] is None else row["val_loss"]
+def _losses(results: Results, stage: str, entry: Entry) -> dict[float, dict[int, float]]:
+    """Validation losses by rate and seed, infinite where a run diverged."""
+    found: dict[float, dict[int, float]] = {}
+    for row in results.values():
+        if (row["stage"], row["name"], row["fraction"]) == (stage, *entry):
+            loss = float("inf") if row["val_loss"] is None else row["val_loss"]
+            found.setdefault(row["rate"], {})[row["seed"]] = loss
+    return found
 
 
-def _next_rates(tried: dict[float, float], factors: tuple[float, ...], base: float) -> list[float]:
+def _means(results: Results, stage: str, entry: Entry) -> dict[float, float]:
+    """Mean loss of each rate that all seeds have run."""
+    losses = _losses(results, stage, entry)
+    return {
+        rate: statistics.fmean(by_seed.values())
+        for rate, by_seed in losses.items()
+        if len(by_seed) >= len(SEEDS)
+    }
+
+
+def best_rate(results: Results, stage: str, entry: Entry) -> float | None:
+    """The rate with the lowest mean loss, None before there is one."""
+    finite = {r: m for r, m in _means(results, stage, entry).items() if m < float("inf")}
+    return min(finite, key=lambda rate: finite[rate]) if finite else None
+
+
+def _next_rates(results: Results, stage: str, entry: Entry, grid: list[float]) -> list[float]:
     """Rates to try: the grid, then further where the best of it is at an end."""
-    grid = [base * factor for factor in factors]
-    missing = [rate for rate in grid if f"{rate:.6g}" not in {f"{r:.6g}" for r in tried}]
+    means = _means(results, stage, entry)
+    done = {f"{rate:.6g}" for rate in means}
+    missing = [rate for rate in grid if f"{rate:.6g}" not in done]
     if missing:
         return missing
-    if len(tried) >= len(grid) + MOST_EXTENSIONS:
+    if len(means) >= len(grid) + MOST_EXTENSIONS:
         return []
-    best = min(tried, key=lambda rate: tried[rate])
-    if best >= max(tried):
+    best = min(means, key=lambda rate: means[rate])
+    if best >= max(means):
         return [2 * best]
-    if best <= min(tried):
+    if best <= min(means):
         return [best / 2]
     return []
 
 
-def _tried(results: Results, stage: str, entry: Entry, seed: int) -> dict[float, float]:
-    rates = [
-        row["rate"]
-        for row in results.values()
-        if (row["stage"], row["name"], row["fraction"], row["seed"]) == (stage, *entry, seed)
-    ]
-    jobs = {rate: Job(stage, *entry, rate, seed) for rate in rates}
-    return {rate: value_of(results, job) or 0.0 for rate, job in jobs.items()}
-
-
-def best_rate(results: Results, stage: str, entry: Entry) -> float | None:
-    """The rate with the lowest loss of seed 0, None before there is one."""
-    tried = _tried(results, stage, entry, SEEDS[0])
-    finite = {rate: loss for rate, loss in tried.items() if loss != float("inf")}
-    return min(finite, key=lambda rate: finite[rate]) if finite else None
-
-
 def leaders(results: Results) -> list[Entry]:
-    """AdamW and the contenders with the lowest loss of the small stage, one rank of each."""
+    """The `FINALISTS` and the entries with the lowest loss of the small stage."""
     losses = {entry: summary(results, "small", entry) for entry in entries()}
     ranked = sorted((s.mean, entry) for entry, s in losses.items() if s is not None)
-    chosen: dict[str, Entry] = {"adamw": ("adamw", "")}
-    for _, entry in ranked:
-        if len(chosen) <= LEADERS:
-            chosen.setdefault(entry[0], entry)
-    return list(chosen.values())
+    others = [entry for _, entry in ranked if entry not in FINALISTS]
+    return [*FINALISTS, *others[:BEST]]
 
 
-def pending(
-    results: Results, stages: dict[str, Any], only: list[str], running: set[str]
-) -> Iterator[Job]:
+def pending(results: Results, stages: dict[str, Any], only: list[str]) -> Iterator[Job]:
     """Jobs that have not run, in order. The order depends on the results alone."""
 
     def allowed(entry: Entry) -> bool:
@@ -164,23 +180,24 @@ def pending(
     for stage in stages:
         chosen = entries() if stage == "small" else leaders(results)
         for entry in filter(allowed, chosen):
-            if stage == "regularized" and not CONTENDERS[entry[0]].decays:
+            contender = CONTENDERS[entry[0]]
+            if stage == "regularized" and not contender.decays:
                 continue
-            base, factors = CONTENDERS[entry[0]].rate, GRID
+            base, factors = contender.rate, GRID
             if stage != "small":
                 found = best_rate(results, "small", entry)
                 if found is None:
                     continue
                 base, factors = found, NEIGHBOURS
-            tried = _tried(results, stage, entry, SEEDS[0])
-            rates = _next_rates(tried, factors, base)
-            tuning = [Job(stage, *entry, rate, SEEDS[0]) for rate in rates]
-            yield from (job for job in tuning if job.key not in running)
-            if tuning:
-                continue
-            rate = best_rate(results, stage, entry)
-            seeds = [] if rate is None else [Job(stage, *entry, rate, s) for s in SEEDS]
-            yield from (j for j in seeds if j.key not in results and j.key not in running)
+            rates = _next_rates(results, stage, entry, [base * factor for factor in factors])
+            lanes = tuple(
+                (rate, seed)
+                for rate in rates
+                for seed in SEEDS
+                if key_of(stage, entry, rate, seed) not in results
+            )
+            if lanes:
+                yield Job(stage, *entry, lanes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +206,7 @@ class Summary:
 
     Attributes:
         mean: mean validation loss, nats a byte.
-        error: its standard error; 0 for one seed.
+        error: its standard error.
         seeds: how many.
         rate: the learning rate.
         at_end: whether that is at an end of what was tried.
@@ -211,18 +228,15 @@ def summary(results: Results, stage: str, entry: Entry) -> Summary | None:
     rate = best_rate(results, stage, entry)
     if rate is None:
         return None
-    rows = [results.get(Job(stage, *entry, rate, seed).key) for seed in SEEDS]
-    found = [row for row in rows if row is not None]
-    losses = [float("inf") if r["val_loss"] is None else r["val_loss"] for r in found]
-    error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
-    tried = _tried(results, stage, entry, SEEDS[0])
-    row = found[0]
+    by_rate = _losses(results, stage, entry)
+    losses = list(by_rate[rate].values())
+    row = results[key_of(stage, entry, rate, SEEDS[0])]
     return Summary(
         mean=statistics.fmean(losses),
-        error=error,
+        error=statistics.stdev(losses) / len(losses) ** 0.5,
         seeds=len(losses),
         rate=rate,
-        at_end=rate in (min(tried), max(tried)),
+        at_end=rate in (min(by_rate), max(by_rate)),
         state=row["state_bytes"] / row["adamw_bytes"],
         row=row,
     )
@@ -249,16 +263,21 @@ class Claims:
         """Claims a job, unless a process that lives has."""
         self._folder.mkdir(exist_ok=True, parents=True)
         path = self._path(job)
+        mine = path.with_name(f"{path.name}.{os.getpid()}")
+        mine.write_text(str(os.getpid()))
         try:
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            os.link(mine, path)  # With its content, so that nobody reads an empty claim.
         except FileExistsError:
-            text = path.read_text().strip()
-            if text and _alive(int(text)):
+            try:
+                owner = int(path.read_text())
+            except FileNotFoundError:
+                return False  # Given back just now: the next look finds it.
+            if _alive(owner):
                 return False
             path.unlink(missing_ok=True)  # Its process was killed.
             return self.take(job)
-        with os.fdopen(handle, "w") as file:
-            file.write(str(os.getpid()))
+        finally:
+            mine.unlink(missing_ok=True)
         return True
 
     def drop(self, job: Job) -> None:

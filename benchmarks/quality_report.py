@@ -11,7 +11,7 @@ _HEAD = (
     "validation loss",
     "− AdamW",
     "state ÷ AdamW",
-    "step ÷ AdamW (CPU time)",
+    "step ÷ AdamW",
     "rate",
     "seeds",
 )
@@ -39,7 +39,7 @@ def stage_table(rows: dict[tuple[str, str], Any]) -> str:
         versus, cost = "", ""
         if yardstick is not None:
             versus = f"{s.mean - yardstick.mean:+.3f}"
-            cost = f"{s.row['step_cpu_ms'] / yardstick.row['step_cpu_ms']:.2f}"
+            cost = f"{s.row['step_ms'] / yardstick.row['step_ms']:.2f}"
         cells.append(
             (
                 name,
