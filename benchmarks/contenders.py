@@ -127,6 +127,11 @@ def _sketched(method: str, extra: float, amplitude: float = 1.0, **options: Any)
     )
 
 
+def _lowrank_adamw(s: Setting, params: Any) -> optax.GradientTransformation:
+    """The library's own alias, with all of its defaults."""
+    return lro.lowrank_adamw(s.rate, weight_decay=s.decay, targets=_targets(s, params), seed=s.seed)
+
+
 def _contrib_galore(s: Setting, params: Any) -> optax.GradientTransformation:
     return optax.contrib.galore(
         s.rate,
@@ -210,6 +215,7 @@ CONTENDERS: dict[str, Contender] = {
     "fira": Contender(_ours("subspace", lambda s: lro.fira_lift()), 5e-3),
     "fira no limit": Contender(_ours("subspace", lambda s: lro.fira_lift(None)), 5e-3),
     "fira random": Contender(_ours("random", lambda s: lro.fira_lift()), 5e-3),
+    "lowrank_adamw": Contender(_lowrank_adamw, 1e-2, compact=True),
     "sketched": Contender(_sketched("random", 1.0), 7e-3, compact=True),
     "sketched scale=0.25": Contender(_sketched("random", 1.0, scale=0.25), 1e-2, compact=True),
     "sketched k=r/4": Contender(_sketched("random", 0.25), 7e-3, compact=True),

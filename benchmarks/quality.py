@@ -20,6 +20,7 @@ Jobs come in a fixed order, the most telling first. Stages:
 - ``long``: the same for 1600 steps; ``large``: width 256, 6 layers; ``regularized``: with clipping
   at 1 and weight decay 0.1; for the leading contenders of ``small`` and some others, at the best
   rate there and at half and twice that;
+- ``time``: CPU time of a step, two refreshes in 100 steps included; with ``--threads 1``;
 - ``english``: the text of a dictionary, likewise. It comes from a Debian package:
 
     apt-get download dict-gcide && dpkg-deb -x dict-gcide_*.deb gcide
@@ -62,6 +63,7 @@ def tasks(args: argparse.Namespace) -> dict[str, Any]:
         "long": changed(small, steps=4 * small.steps),
         "large": changed(small, width=2 * small.width, layers=small.layers * 3 // 2),
         "regularized": changed(small, clip=1.0, decay=0.1),
+        "time": changed(small, steps=100),
     }
     if args.english:
         found["english"] = changed(small, corpus=args.english)
@@ -157,9 +159,11 @@ def report(args: argparse.Namespace) -> None:
     }
     for stage, rows in found.items():
         if rows:
-            print(f"## {stage}\n\n{quality_report.stage_table(rows)}\n")
+            times = jobs.step_times(results)
+            print(f"## {stage}\n\n{quality_report.stage_table(rows, times)}\n")
     if args.plot:
-        quality_report.draw(found["small"], args.plot)
+        drawn = {stage: rows for stage, rows in found.items() if len(rows) > 3}
+        quality_report.draw(drawn, args.plot)
 
 
 def main() -> None:

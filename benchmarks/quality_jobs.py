@@ -76,6 +76,22 @@ FINALISTS = (
     ("apollo", "d/4"),
 )
 
+# What the stage of step times runs.
+TIMED = (
+    ("adamw", ""),
+    ("lowrank_adamw", "d/4"),
+    ("galore", "d/4"),
+    ("random", "d/4"),
+    ("sketched", "d/4"),
+    ("sketched k=2r", "d/4"),
+    ("contrib.galore", "d/4"),
+    ("fira random", "d/4"),
+    ("fira", "d/4"),
+    ("apollo", "d/4"),
+    ("muon", ""),
+    ("lora", "d/4"),
+)
+
 Entry = tuple[str, str]
 Results = dict[str, dict[str, Any]]
 
@@ -178,6 +194,12 @@ def pending(results: Results, stages: dict[str, Any], only: list[str]) -> Iterat
         return not only or any(entry[0] == o or " ".join(entry).strip() == o for o in only)
 
     for stage in stages:
+        if stage == "time":
+            for entry in filter(allowed, TIMED):
+                rate = CONTENDERS[entry[0]].rate
+                if key_of(stage, entry, rate, SEEDS[0]) not in results:
+                    yield Job(stage, *entry, ((rate, SEEDS[0]),))
+            continue
         chosen = entries() if stage == "small" else leaders(results)
         for entry in filter(allowed, chosen):
             contender = CONTENDERS[entry[0]]
@@ -240,6 +262,17 @@ def summary(results: Results, stage: str, entry: Entry) -> Summary | None:
         state=row["state_bytes"] / row["adamw_bytes"],
         row=row,
     )
+
+
+def step_times(results: Results) -> dict[Entry, float]:
+    """CPU time of a step over AdamW's, refreshes included, for entries that were timed."""
+    times = {
+        (row["name"], row["fraction"]): row["step_cpu_ms"]
+        for row in results.values()
+        if row["stage"] == "time"
+    }
+    yardstick = times.get(("adamw", ""))
+    return {entry: time / yardstick for entry, time in times.items()} if yardstick else {}
 
 
 def load(path: pathlib.Path) -> Results:

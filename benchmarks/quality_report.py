@@ -11,35 +11,29 @@ _HEAD = (
     "validation loss",
     "− AdamW",
     "state ÷ AdamW",
-    "step ÷ AdamW",
+    "step ÷ AdamW, CPU",
     "rate",
     "seeds",
 )
-# Colours of families, the darkest for what this library adds.
+# How a name begins -> the family in the legend, its colour and its marker.
 _FAMILIES = (
-    ("sketched", "#0b6e4f", "o"),
-    ("fira", "#3a86c8", "s"),
-    ("apollo", "#7b5ea7", "^"),
-    ("galore", "#d98324", "D"),
-    ("random", "#d98324", "v"),
-    ("frozen", "#d98324", "P"),
-    ("", "#555555", "X"),
+    (("lowrank", "sketched"), "random basis + sketched residual", "#0b6e4f", "o"),
+    (("fira",), "Fira's lift", "#3a86c8", "s"),
+    (("apollo",), "APOLLO's lift", "#7b5ea7", "^"),
+    (("galore", "random", "frozen", "logra"), "subspace alone", "#d98324", "D"),
+    (("contrib", "flora", "lora", "ldadam", "lion"), "other low-rank methods", "#b23a48", "v"),
+    (("",), "full-rank optimizers", "#555555", "X"),
 )
+_TITLES = {"small": "400 steps", "long": "1600 steps", "large": "twice as wide, 400 steps"}
 
 
-def _label(entry: tuple[str, str]) -> str:
-    return " ".join(entry).strip()
-
-
-def stage_table(rows: dict[tuple[str, str], Any]) -> str:
-    """A Markdown table, best first, for summaries by entry."""
+def stage_table(rows: dict[tuple[str, str], Any], times: dict[tuple[str, str], float]) -> str:
+    """A Markdown table, best first, for summaries and step times by entry."""
     yardstick = rows.get(("adamw", ""))
     cells = []
     for (name, fraction), s in sorted(rows.items(), key=lambda item: item[1].mean):
-        versus, cost = "", ""
-        if yardstick is not None:
-            versus = f"{s.mean - yardstick.mean:+.3f}"
-            cost = f"{s.row['step_ms'] / yardstick.row['step_ms']:.2f}"
+        versus = f"{s.mean - yardstick.mean:+.3f}" if yardstick is not None else ""
+        time = times.get((name, fraction))
         cells.append(
             (
                 name,
@@ -47,7 +41,7 @@ def stage_table(rows: dict[tuple[str, str], Any]) -> str:
                 f"{s.mean:.3f} ± {s.error:.3f}" if s.seeds > 1 else f"{s.mean:.3f}",
                 versus,
                 f"{100 * s.state:.0f} %",
-                cost,
+                "" if time is None else f"{time:.2f}",
                 f"{s.rate:.2g}" + (" (end)" if s.at_end else ""),
                 str(s.seeds),
             )
@@ -65,42 +59,62 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def draw(rows: dict[tuple[str, str], Any], path: pathlib.Path) -> None:
-    """Loss against state bytes, with the front of the best, as an image."""
+def _panel(axes: Any, rows: dict[tuple[str, str], Any]) -> None:
+    yardstick = rows[("adamw", "")]
+    # Far above AdamW there is nothing to see.
+    top = yardstick.mean + 0.06
+    shown = {entry: s for entry, s in rows.items() if s.mean < top}
+    for starts, family, colour, marker in _FAMILIES:
+        members = [
+            s
+            for entry, s in shown.items()
+            if next(f for f in _FAMILIES if entry[0].startswith(f[0]))[0] == starts
+        ]
+        if members:
+            axes.errorbar(
+                [100 * s.state for s in members],
+                [s.mean for s in members],
+                yerr=[s.error for s in members],
+                fmt=marker,
+                color=colour,
+                ms=6,
+                capsize=2,
+                label=family,
+            )
+    line = front([(100 * s.state, s.mean) for s in shown.values()])
+    axes.step(*zip(*line, strict=True), where="post", color="#999999", lw=1, zorder=0)
+    axes.axhline(yardstick.mean, color="#999999", lw=0.8, ls=":", zorder=0)
+    best = set(line)
+    for (name, fraction), s in shown.items():
+        if (100 * s.state, s.mean) in best or name.startswith(("adamw", "contrib")):
+            right = s.state > 0.9
+            axes.annotate(
+                f"{name} {fraction}".strip(),
+                (100 * s.state, s.mean),
+                textcoords="offset points",
+                xytext=(-7 if right else 7, -11),
+                ha="right" if right else "left",
+                fontsize=8,
+            )
+    axes.set_xlim(0, 105)
+    axes.set_xlabel("optimizer state, % of AdamW's")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(stages: dict[str, dict[tuple[str, str], Any]], path: pathlib.Path) -> None:
+    """Loss against state bytes, with the front of the best, one panel for each stage."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), constrained_layout=True)
-    finite = {entry: s for entry, s in rows.items() if s.mean < float("inf")}
-    for entry, s in finite.items():
-        family = next(f for f in _FAMILIES if f[0] in entry[0])
-        axes.errorbar(
-            100 * s.state, s.mean, yerr=s.error, color=family[1], marker=family[2], ms=6, capsize=2
-        )
-    line = front([(100 * s.state, s.mean) for s in finite.values()])
-    best = set(line)
-    axes.step(*zip(*line, strict=True), where="post", color="#999999", lw=1, zorder=0)
-    plain = {e for e in finite if e[0] in ("adamw", "galore", "fira", "sketched", "contrib.galore")}
-    axes.set_xlim(0, 112)
-    labelled = [
-        (100 * s.state, s.mean, _label(entry))
-        for entry, s in finite.items()
-        if entry in plain or (100 * s.state, s.mean) in best
-    ]
-    taken: list[tuple[float, float]] = []
-    for x, y, text in sorted(labelled):
-        right, up = axes.transData.transform((x, y))
-        # Labels of neighbours one above the other.
-        while any(abs(right - r) < 110 and abs(up - u) < 13 for r, u in taken):
-            up += 4
-        taken.append((right, up))
-        place = axes.transData.inverted().transform((right, up))
-        axes.annotate(
-            text, place, textcoords="offset points", xytext=(7, 3), fontsize=8, va="baseline"
-        )
-    axes.set_xlabel("optimizer state, % of AdamW's")
-    axes.set_ylabel("validation loss, nats a byte")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    drawn = {stage: rows for stage, rows in stages.items() if rows and stage in _TITLES}
+    figure, panels = pyplot.subplots(
+        1, len(drawn), figsize=(5.5 * len(drawn), 5), constrained_layout=True, squeeze=False
+    )
+    for axes, (stage, rows) in zip(panels[0], drawn.items(), strict=True):
+        _panel(axes, rows)
+        axes.set_title(_TITLES[stage], fontsize=10)
+    panels[0][0].set_ylabel("validation loss, nats a byte")
+    panels[0][0].legend(fontsize=8, frameon=False, loc="lower right")
+    figure.savefig(path, dpi=110)

@@ -6,6 +6,7 @@ from lowrank_optax._adaptive import AdaptiveEvery as AdaptiveEvery
 from lowrank_optax._adaptive import adaptive_every as adaptive_every
 from lowrank_optax._aliases import galore_adamw as galore_adamw
 from lowrank_optax._aliases import logra_adamw as logra_adamw
+from lowrank_optax._aliases import lowrank_adamw as lowrank_adamw
 from lowrank_optax._apollo import apollo_lift as apollo_lift
 from lowrank_optax._checkpoint import check_restorable as check_restorable
 from lowrank_optax._compact import CompactBases as CompactBases

@@ -102,6 +102,47 @@ def test_galore_adamw_trains():
     assert avals(state) == avals(tx.init(params))
 
 
+def test_lowrank_adamw_is_its_parts():
+    parts = lro.galore_project(
+        optax.adamw(ARGUMENTS["learning_rate"], 0.8, 0.95, 1e-3, weight_decay=0.3),
+        lro.refresh_basis(2, 2, method="random", dtype=jnp.bfloat16, seed=3),
+        scale=0.5,
+        lift=lro.sketched_residual_lift(2, seed=3),
+    )
+    state, updates = updates_of(relaxed(lro.lowrank_adamw(**ARGUMENTS, extra=2, seed=3)))
+    _, expected = updates_of(relaxed(parts))
+    assert state.tracker_state.reduction_basis["w"].dtype == jnp.bfloat16
+    for path in PARAMS:
+        np.testing.assert_array_equal(updates[path], expected[path])
+
+
+def test_every_option_of_lowrank_adamw_arrives(monkeypatch):
+    calls = {}
+
+    def record(name):
+        return lambda *args, **kwargs: calls.setdefault(name, (args, kwargs)) and name
+
+    for name in ("refresh_basis", "sketched_residual_lift", "galore_project", "plain_adamw"):
+        monkeypatch.setattr(_aliases, name, record(name))
+    asked = {name: object() for name in inspect.signature(lro.lowrank_adamw).parameters}
+    assert unchecked(lro.lowrank_adamw)(**asked) == "galore_project"
+    tracker = {name: asked[name] for name in ("side", "targets", "stagger", "seed")}
+    tracker |= {"method": "random", "dtype": jnp.bfloat16}
+    assert calls["refresh_basis"] == ((asked["rank"], asked["refresh_every"]), tracker)
+    assert calls["sketched_residual_lift"] == ((asked["extra"],), {"seed": asked["seed"]})
+    project = {name: asked[name] for name in ("scale", "moments", "metrics")}
+    project["lift"] = "sketched_residual_lift"
+    assert calls["galore_project"] == (("plain_adamw", "refresh_basis"), project)
+    adam = ("learning_rate", "b1", "b2", "eps", "weight_decay", "mask", "mu_dtype")
+    assert calls["plain_adamw"] == (tuple(asked[name] for name in adam), {})
+    assert len(asked) == 2 + (len(tracker) - 2) + 1 + (len(project) - 1) + len(adam)
+
+
+def test_lowrank_adamw_refuses_bases_on_both_sides():
+    with pytest.raises(ValueError, match=r"'w'.*another side"):
+        lro.lowrank_adamw(0.1, 2, side="both").init(PARAMS)
+
+
 LOGRA = {k: v for k, v in ARGUMENTS.items() if k != "refresh_every"} | {"basis_learning_rate": 2.0}
 
 
