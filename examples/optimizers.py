@@ -44,19 +44,25 @@ def _adamw(schedule: optax.Schedule, options: Options) -> optax.GradientTransfor
     return optax.adamw(schedule, weight_decay=options.weight_decay)
 
 
-def _galore(schedule: optax.Schedule, options: Options) -> optax.GradientTransformation:
-    return lro.galore_adamw(
-        schedule,
-        rank=options.rank,
-        refresh_every=options.refresh_every,
-        scale=0.25 if options.scale is None else options.scale,
-        weight_decay=options.weight_decay,
-    )
+def _low_rank(
+    alias: Callable[..., optax.GradientTransformation],
+) -> Callable[[optax.Schedule, Options], optax.GradientTransformation]:
+    def make(schedule: optax.Schedule, options: Options) -> optax.GradientTransformation:
+        return alias(
+            schedule,
+            rank=options.rank,
+            refresh_every=options.refresh_every,
+            scale=0.25 if options.scale is None else options.scale,
+            weight_decay=options.weight_decay,
+        )
+
+    return make
 
 
 RECIPES: dict[str, Recipe] = {
     "adamw": Recipe(2e-3, _adamw, projected=False),
-    "galore": Recipe(2e-2, _galore),
+    "galore": Recipe(2e-2, _low_rank(lro.galore_adamw)),
+    "lowrank": Recipe(2e-2, _low_rank(lro.lowrank_adamw)),
 }
 """What ``--optimizer`` offers."""
 

@@ -84,6 +84,13 @@ def test_from_end_to_end(text):
     assert re.search(r"\d ms", galore[0])
 
 
+def test_lowrank_trains_matrix_free(text, tmp_path):
+    options = f"--optimizer lowrank --matrix-free --rank 4 --steps 6 --log-dir {tmp_path}"
+    assert finetune_lm.main([*MODEL, *shlex.split(options), "--data", text]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "lowrank.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
 def test_every_step_is_logged(finished):
     lines = [json.loads(x) for x in (finished / "log" / "galore.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
