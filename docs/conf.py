@@ -59,7 +59,8 @@ def copy_notebooks() -> list[str]:
         stale.unlink()
     names = []
     for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
-        content = json.loads(notebook.read_text())
+        # On the site the pages that a notebook links to are one level nearer.
+        content = json.loads(notebook.read_text().replace("](../docs/", "](../"))
         # Without it cells are not highlighted, which is a warning.
         content["metadata"].setdefault("language_info", {"name": "python"})
         (target / notebook.name).write_text(json.dumps(content))
