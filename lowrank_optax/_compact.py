@@ -72,7 +72,7 @@ def compact_value_and_grad(
         - ``bases``: bases to use as they are, with no refresh; those that another micro-batch of
           the same step returned.
         - ``extra``: by path, extra directions ``(*batch, *side, k)`` on a target's side, whose
-          products with the gradient are returned as :attr:`Compact.extra`.
+          products with the gradient are returned as ``Compact.extra``.
 
         It returns ``(value, grads, bases)``: ``value`` as ``jax.value_and_grad`` gives it,
         ``grads`` like params with a :class:`Compact` at each target, and the bases, which

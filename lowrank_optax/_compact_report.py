@@ -48,7 +48,7 @@ def compact_report(
 ) -> CompactReport:
     """Says for each target whether its gradient is matrix-free, or which operation prevents it.
 
-    Nothing is computed; arguments may be ``jax.ShapeDtypeStruct``s.
+    Nothing is computed; arguments may be of type ``jax.ShapeDtypeStruct``.
 
     Args:
         loss_fn: the loss, as for :func:`compact_value_and_grad`.

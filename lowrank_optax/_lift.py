@@ -22,7 +22,7 @@ class LiftInput(NamedTuple):
         gain: scalar, what the inner optimizer makes of a gradient of 1 that has no history:
             minus the learning rate for a complete optimizer, positive for one that a
             learning rate follows. None unless the lift asks for it.
-        directions: where the lift's state holds a :class:`Sketch`, the extra directions Q of
+        directions: where the lift's state holds a sketch, the extra directions Q of
             this step, orthonormal and orthogonal to the basis of the same side.
         extra: the gradient's product with them, ``QᵀG`` or ``GQ``.
     """
@@ -48,7 +48,7 @@ class Lift(NamedTuple):
         needs_gradient: whether the full gradient is read.
         takes_signs: whether signs of entries are taken after the lift, so that an inner
             optimizer which does so inside the subspace is no mistake.
-        needs_gain: whether :attr:`LiftInput.gain` is read.
+        needs_gain: whether ``LiftInput.gain`` is read.
         check_inner: raises where the inner optimizer, None for a filter, does not suit; called at
             ``init`` with it and with the shapes of the cores.
     """

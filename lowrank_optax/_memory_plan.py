@@ -39,7 +39,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes on one device at the worst moment: the compiler's word, or else the sum."""
+        """Bytes on one device at the worst moment, by the compiler or else by the sum."""
         return self.parts.total if self.compiled is None else self.compiled.peak
 
     @property
@@ -49,7 +49,7 @@ class MemoryPlan:
 
     @property
     def is_worthwhile(self) -> bool:
-        """Whether low rank is worth it here: ``"matrix-free"`` where AdamW or SGD is planned."""
+        """Whether low rank is worth it here; ``"matrix-free"`` where AdamW or SGD is planned."""
         return self._low_rank_saves() >= WORTHWHILE
 
     def _low_rank_saves(self) -> float:

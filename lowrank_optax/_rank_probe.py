@@ -201,7 +201,7 @@ def rank_probe(
             embeddings and the head, on their d side.
 
     Returns:
-        A :class:`RankProbe`: ``print(probe)``, ``probe.plot()``, ``probe.ranks``, and
+        A :class:`RankProbe`, with ``print(probe)``, ``probe.plot()``, ``probe.ranks``, and
         ``probe.targets()`` for ``targets=``. A stack of layers or experts is one leaf with
         one rank, that of its neediest matrix. ``lro.targets.logra()`` is a table that needs no
         probe.

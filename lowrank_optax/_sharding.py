@@ -204,7 +204,7 @@ def state_shardings(
 
     Args:
         tx: any optimizer, with or without this library's transformations inside.
-        params: a params tree of arrays, ``jax.ShapeDtypeStruct``s or Flax boxes.
+        params: a params tree of arrays, ``jax.ShapeDtypeStruct`` leaves or Flax boxes.
         param_shardings: a tree like params of ``NamedSharding`` or ``PartitionSpec``, or one for
             all leaves. Specs need a mesh in use, ``jax.set_mesh(mesh)``. None (default) takes
             the shardings that the leaves of ``params`` have.

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 import lowrank_optax as lro
+from tests.markdown import python_blocks, run
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BLOCKS = python_blocks(README)
 
 
 @pytest.fixture
@@ -42,11 +43,11 @@ def names():
 
 def test_blocks_run_in_order(names):
     assert len(BLOCKS) == 5
+    for block in BLOCKS:
+        if "grad_fn(params, first" in block.code:
+            names["opt_state"] = names["tx"].init(names["params"])
+        run(block, names, "README.md")
     with jax.numpy_dtype_promotion("standard"):
-        for block in BLOCKS:
-            if "grad_fn(params, first" in block:
-                names["opt_state"] = names["tx"].init(names["params"])
-            exec(block, names)
         # The optimizer of the last block, the step of the third and the sum of the fourth.
         state = names["tx"].init(names["params"])
         params, state, loss = names["train_step"](names["params"], state, names["batch"])
@@ -56,9 +57,9 @@ def test_blocks_run_in_order(names):
 
 
 def test_the_table_of_targets_does_what_its_comments_say(names):
-    (block,) = [block for block in BLOCKS if "targets.default()" in block]
+    (block,) = [block for block in BLOCKS if "targets.default()" in block.code]
     names["params"]["conv"] = {"kernel": jnp.ones((3, 3, 16, 64))}
-    exec(block, names)
+    run(block, names)
     plan = names["tracker"].init(names["params"]).plan
     ranks = {leaf.path: leaf.rank for leaf in plan.leaves}
     assert ranks == {
