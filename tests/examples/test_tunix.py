@@ -22,14 +22,15 @@ with warnings.catch_warnings():
     # What tunix and its dependencies import.
     warnings.simplefilter("ignore", DeprecationWarning)
     tunix = pytest.importorskip("tunix", reason="the tunix extra")
-    import tunix_parts
-    import tunix_training
     from tunix.models.gemma import model as gemma
     from tunix.models.gemma3 import model as gemma3
     from tunix.models.gemma4 import model as gemma4
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
+
+    import tunix_parts
+    import tunix_training
 # Importing it changes how Flax makes variables, which is not for the other tests.
 flax.config.update("flax_always_shard_variable", EAGER)
 
@@ -230,11 +231,49 @@ def test_grpo(optimizer, options):
     result = results[optimizer]
     steps = int(options[1])
     assert result.history.shape == (steps,)
-    print(result.history)
     assert np.all((result.history >= 0) & (result.history <= 1))
     losses = result.trainer.metrics_logger.get_metric_history("actor", "loss", "train")
     assert len(losses) == steps
     assert np.all(np.isfinite(losses))
+    # The sampler sees the weights that were trained.
+    assert result.history[-1] > 1.5 * result.history[0]
     state = getattr(result.opt_state, "inner_opt_state", result.opt_state)
+    assert int(state.tracker_state.tracker_count) == steps
     if optimizer == "galore":
         assert_low_rank(result, state)
+    else:
+        # Learned bases turn at every step, so the sum of all steps leaves the last one.
+        for basis in flat(state.tracker_state.reduction_basis).values():
+            columns = np.asarray(basis, np.float64).reshape(-1, basis.shape[-1])
+            np.testing.assert_allclose(columns.T @ columns, np.eye(basis.shape[-1]), atol=1e-4)
+
+
+def test_the_code_of_the_page():
+    text = (pathlib.Path(__file__).parents[2] / "docs/tunix.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    args = tunix_training.make_parser().parse_args(SFT)
+    names = {
+        **{"tunix": tunix, "optax": optax, "lro": lro, "nnx": nnx},
+        "model": tunix_parts.make_model(0),
+        "model_input": tunix_training.model_input,
+        "place_state": tunix_parts.place_state,
+        "batches": tunix_training.batches(args),
+    }
+    for block in blocks:
+        exec(block, names)
+    assert names["trainer"].train_steps == 3
+    assert isinstance(nnx.as_pure(names["trainer"].optimizer.opt_state)[1], lro.SubspaceState)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--mesh", "data=8"), "--mesh needs the axes that tunix's models name"),
+        (("--batch-size", "8", "--accumulate", "3"), "--batch-size 8 does not divide into"),
+        (("--trainer", "grpo", "--generations", "1"), "--generations 1 leaves nothing"),
+    ],
+)
+def test_options_that_cannot_be_meant(argv, message, capsys):
+    assert tunix_training.main(argv) == 2
+    assert message in capsys.readouterr().err
