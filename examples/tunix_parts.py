@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import optax
 import tunix
 from flax import nnx
 from jax.sharding import Mesh
@@ -103,9 +102,7 @@ def place_state(trainer: tunix.PeftTrainer) -> None:
         trainer: that has not trained yet; for GRPO, ``RLCluster.actor_trainer``.
     """
     optimizer = trainer.optimizer
-    # With micro-batches it is an optax.MultiSteps, which has the methods but not the type.
-    tx = optax.GradientTransformation(optimizer.tx.init, optimizer.tx.update)
-    shardings = lro.state_shardings(tx, nnx.state(trainer.model, nnx.Param))
+    shardings = lro.state_shardings(optimizer.tx, nnx.state(trainer.model, nnx.Param))
 
     def annotate(variable: nnx.Variable, sharding: Any) -> None:
         spec = getattr(sharding, "spec", None)  # none on a single device

@@ -185,7 +185,7 @@ def _mesh_sizes(shardings: Sequence[Any]) -> tuple[Any, dict[str, int]]:
 
 
 def state_shardings(
-    tx: optax.GradientTransformation, params: Any, param_shardings: Any = None
+    tx: optax.GradientTransformation | optax.MultiSteps, params: Any, param_shardings: Any = None
 ) -> Any:
     """Where each array of an optimizer's state belongs, given where the parameters are.
 

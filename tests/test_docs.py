@@ -20,6 +20,9 @@ from tests.markdown import python_blocks, run
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+# Pages whose code other tests run, where what it needs is installed.
+RUN_ELSEWHERE = {"tunix.md": "tests/examples/test_tunix.py"}
+RUN_HERE = [n for n, page in PAGES.items() if "```python" in page and n not in RUN_ELSEWHERE]
 # What needs files or a network that the tests have not: at most so many blocks.
 MOST_NOT_RUN = 1
 
@@ -72,7 +75,12 @@ def test_few_blocks_are_not_run():
         assert page.count("```python") == len(python_blocks(page))
 
 
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if "```python" in page])
+def test_what_is_not_run_here_is_run_elsewhere():
+    for page, module in RUN_ELSEWHERE.items():
+        assert f"docs/{page}" in (ROOT / module).read_text()
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
 def test_code_runs_and_prints_what_it_says(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}

@@ -65,7 +65,7 @@ def matrices():
 WRAPPERS = {
     "alone": galore,
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), galore()),
-    "MultiSteps": lambda: optax.MultiSteps(galore(), 2).gradient_transformation(),
+    "MultiSteps": lambda: optax.MultiSteps(galore(), 2),
     "inject_hyperparams": lambda: optax.inject_hyperparams(galore)(1e-2),
     "masked": lambda: optax.masked(galore(), dict.fromkeys(SHAPES, True)),
     "partition": lambda: optax.partition(
