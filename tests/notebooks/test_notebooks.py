@@ -26,7 +26,7 @@ for name, (steps, losses) in curves.items():
     assert steps[-1] == STEPS and losses[-1] < losses[0] - 0.05, (name, losses)
 full, free = curves["lro.galore_adamw"][1], curves["the same, matrix-free"][1]
 assert np.max(np.abs(full - free)) < 0.02, (full, free)
-assert sizes["lro.galore_adamw"] < 0.4 * sizes["optax.adamw"], sizes
+assert sizes["lro.galore_adamw"] < 0.45 * sizes["optax.adamw"], sizes
 """,
     "02_what_rank": """
 for name, (steps, losses) in curves.items():
