@@ -60,11 +60,12 @@ class CompiledMemory:
     """What a compiler says of one step, on one device.
 
     Attributes:
-        peak: bytes, arguments included.
+        peak: bytes that it reserves, arguments included.
         arguments: bytes of params, state and tokens.
         temporaries: bytes of everything in between.
         collectives: bytes a step by kind of collective; a refresh of bases is not in it.
         seconds: that tracing and compiling took.
+        alive: bytes of ``peak`` in use at the worst moment; the rest are gaps between arrays.
     """
 
     peak: int
@@ -72,6 +73,7 @@ class CompiledMemory:
     temporaries: int
     collectives: Mapping[str, int]
     seconds: float
+    alive: int = 0
 
 
 def parse_target(target: str) -> tuple[str, str, str]:

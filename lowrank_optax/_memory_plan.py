@@ -112,6 +112,9 @@ class MemoryPlan:
                 f"{'peak by the compiler':24}{format_bytes(self.compiled.peak):>14}"
                 f"{'':12}  (the sum is {abs(off):.0%} {'above' if off >= 0 else 'below'} it)"
             )
+            if self.compiled.alive:
+                alive = format_bytes(self.compiled.alive)
+                lines.append(f"{'of it in use at once':24}{alive:>14}")
             for kind, size in self.compiled.collectives.items():
                 lines.append(f"{kind + ' a step':24}{format_bytes(size):>14}")
         return "\n".join([*lines, self.verdict])

@@ -220,10 +220,11 @@ def test_command_line(capsys):
 
 
 def test_a_compiled_plan_is_printed():
-    compiled = _aot.CompiledMemory(10**9, 10**8, 9 * 10**8, {"all-reduce": 10**6}, 1.0)
+    compiled = _aot.CompiledMemory(10**9, 10**8, 9 * 10**8, {"all-reduce": 10**6}, 1.0, 8 * 10**8)
     text = str(dataclasses.replace(lro.memory_plan(TINY, rank=4), compiled=compiled))
     assert "peak by the compiler" in text
     assert "1.00 GB" in text
+    assert "of it in use at once         800.00 MB" in text
     assert "all-reduce a step" in text
 
 
@@ -238,7 +239,9 @@ def test_arithmetic_and_compiler_agree(target, optimizer):
         pytest.skip(f"{target} has no compiler here")
     model = lro.ModelShape(4, 2048, 5632, 16, 16, 4096, name="four layers")
     plan = lro.memory_plan(model, optimizer, length=1024, compiler=target)
-    assert plan.parts.total == pytest.approx(plan.peak, rel=0.1)
+    assert plan.compiled is not None
+    # What a compiler reserves has gaps, and the sum has none.
+    assert 0.9 * plan.compiled.alive <= plan.parts.total <= 1.1 * plan.peak
 
 
 def test_optimizers_are_what_they_say():
