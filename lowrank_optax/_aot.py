@@ -124,11 +124,13 @@ def compile_step(target: str, step: Mapping[str, Any], timeout: float = 3600) ->
     platform, device, topology = parse_target(target)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     if platform == "tpu":
-        # The compiler looks for a TPU host's metadata unless it is told that this is none.
+        # The compiler looks for a TPU host's metadata unless it is told that this is none; and it
+        # wants to be the only process with a TPU, of which a compilation needs none.
         for name, value in {
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": "v5litepod-8",
             "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         }.items():
             environment.setdefault(name, value)
     request = {"platform": platform, "device": device, "topology": topology, "step": dict(step)}
