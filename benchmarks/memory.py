@@ -106,14 +106,15 @@ def row(case: dict[str, Any], result: dict[str, Any]) -> list[str]:
     mesh = " x ".join(f"{name} {size}" for name, size in setting["mesh"].items()) or "1 device"
     head = [setting["model"]["name"], case["device"], mesh, setting["optimizer"]]
     if "error" in result:
-        return [*head, "—", "—", "—", "—", result["error"][:160]]
+        return [*head, "—", "—", "—", "—", "—", result["error"][:160]]
     sums = result["collectives"]
     reduced = sums.get("all-reduce", 0) + sums.get("reduce-scatter", 0)
-    gathered = sums.get("all-gather", 0)
+    # Products in turns, by which the TPU compiler replaces gathers and scatters, permute.
+    gathered, permuted = sums.get("all-gather", 0), sums.get("collective-permute", 0)
     peak = f"{result['peak'] / 1e9:.1f}"
     fits = result["peak"] <= _aot.DEVICES[case["device"]].memory
     note = "" if fits else "more than the device has"
-    moved = [f"{size / 1e9:.2f}" for size in (reduced, gathered)]
+    moved = [f"{size / 1e9:.2f}" for size in (reduced, gathered, permuted)]
     return [*head, peak, *moved, f"{result['seconds']:.0f}", note]
 
 
@@ -125,6 +126,7 @@ HEAD = (
     "peak, GB",
     "reduced, GB a step",
     "gathered, GB a step",
+    "permuted, GB a step",
     "compile, s",
     "",
 )

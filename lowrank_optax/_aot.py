@@ -60,11 +60,12 @@ class CompiledMemory:
     """What a compiler says of one step, on one device.
 
     Attributes:
-        peak: bytes, arguments included.
+        peak: bytes that it reserves, arguments included.
         arguments: bytes of params, state and tokens.
         temporaries: bytes of everything in between.
         collectives: bytes a step by kind of collective; a refresh of bases is not in it.
         seconds: that tracing and compiling took.
+        alive: bytes of ``peak`` in use at the worst moment; the rest are gaps between arrays.
     """
 
     peak: int
@@ -72,6 +73,7 @@ class CompiledMemory:
     temporaries: int
     collectives: Mapping[str, int]
     seconds: float
+    alive: int = 0
 
 
 def parse_target(target: str) -> tuple[str, str, str]:
@@ -122,11 +124,13 @@ def compile_step(target: str, step: Mapping[str, Any], timeout: float = 3600) ->
     platform, device, topology = parse_target(target)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     if platform == "tpu":
-        # The compiler looks for a TPU host's metadata unless it is told that this is none.
+        # The compiler looks for a TPU host's metadata unless it is told that this is none; and it
+        # wants to be the only process with a TPU, of which a compilation needs none.
         for name, value in {
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": "v5litepod-8",
             "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         }.items():
             environment.setdefault(name, value)
     request = {"platform": platform, "device": device, "topology": topology, "step": dict(step)}

@@ -102,6 +102,7 @@ def build(devices: list[Any], setting: Setting) -> dict[str, Any]:
         "temporaries": memory.temp_size_in_bytes,
         "collectives": _hlo.bytes_by_kind(_hlo.collectives(text)),
         "seconds": time.time() - start,
+        "alive": getattr(memory, "peak_memory_in_bytes", 0),
     }
 
 

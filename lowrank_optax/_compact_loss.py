@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from lowrank_optax import _interpret, _tree
+from lowrank_optax import _contract, _interpret, _tree
 from lowrank_optax._compact_targets import CompactTarget, factored_weight
 from lowrank_optax._factored import Factored, Product
 from lowrank_optax._tree import Compact
@@ -93,7 +93,10 @@ class CompactLoss:
             value, *aux = (x.weight if isinstance(x, Factored) else x for x in outputs)
             return value, aux
 
-        cores = [[product.core for product in wanted] for wanted in products]
+        cores = [
+            [_spread(product, self._leaves[place]) for product in wanted]
+            for place, wanted in zip(self.places, products, strict=True)
+        ]
         (value, aux), (gradients, cores) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
             others, cores
         )
@@ -118,6 +121,12 @@ class CompactLoss:
         leaves = self._aux_static | dict(zip(self._aux_places, aux, strict=True))
         ordered = [leaves[i] for i in range(len(leaves))]
         return (value, jax.tree.unflatten(self._aux_treedef, ordered)), grads
+
+
+def _spread(product: Product, weight: Array) -> Array:
+    """The empty core of a product, placed as the optimizer keeps such arrays."""
+    axes = [axis if axis >= 0 else None for axis in product.axes.core]
+    return _contract.place(product.core, axes, weight, spreading=True)
 
 
 def _is_array(x: Any) -> bool:

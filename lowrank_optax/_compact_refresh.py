@@ -21,7 +21,7 @@ from lowrank_optax._compact_targets import (
     view_of,
     wide,
 )
-from lowrank_optax._contract import place_like, wide_dtype
+from lowrank_optax._contract import place_like, shard_like, wide_dtype
 from lowrank_optax._orthonormalize import orthonormalize, whiten
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View
 
@@ -128,10 +128,14 @@ def _side_products(
     wanted = _by_target(len(loss.targets), sides, products)
     _, _, _, found = loss.value_and_products(wanted)
     flat = [product for row in found for product in row]
-    thin = []
+    thin, stored = [], [target.bases for target in loss.targets]
     for entry, core in zip(sides, flat, strict=True):
         view, side, _ = entry.static
-        thin.append(_thin(view, _OTHER[side] if other else side, core))
+        target = loss.targets[entry.target]
+        if other:
+            thin.append(shard_like(_thin(view, _OTHER[side], core), entry.basis(stored)))
+        else:
+            thin.append(_thin(view, side, shard_like(core, target.moment)))
     return thin
 
 

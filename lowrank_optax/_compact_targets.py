@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from lowrank_optax import _storage, _subspace_methods
-from lowrank_optax._contract import wide_dtype
+from lowrank_optax import _storage, _subspace_methods, _tree
+from lowrank_optax._contract import shard_like, wide_dtype
 from lowrank_optax._extra_directions import Sketch
 from lowrank_optax._factored import Factored, Product, ProductAxes
 from lowrank_optax._plan import LeafPlan
@@ -35,6 +35,8 @@ class CompactTarget(NamedTuple):
         count: int32 scalar, updates so far.
         number: the target's number in its plan.
         sketch: the extra directions that the lift wants at each step, or None.
+        moment: what the inner optimizer keeps of the core's shape, which the core is placed like
+            on a mesh; None if it keeps nothing of that shape.
     """
 
     plan: LeafPlan
@@ -46,6 +48,15 @@ class CompactTarget(NamedTuple):
     count: Array | int = 0
     number: int = 0
     sketch: Sketch | None = None
+    moment: Any = None
+
+
+def _moment_of(leaf: LeafPlan, arrays: dict[str, Any]) -> Any:
+    """The first of the inner optimizer's arrays, by path, that is on a leaf's core."""
+    for path, x in arrays.items():
+        if ("/" + path).endswith("/" + leaf.path) and getattr(x, "shape", None) == leaf.core_shape:
+            return x
+    return None
 
 
 def find_targets(opt_state: Any) -> list[CompactTarget]:
@@ -59,7 +70,7 @@ def find_targets(opt_state: Any) -> list[CompactTarget]:
                 "before one update"
             )
     trackers = [
-        (tracker, next(iter(find_states(state.lift_state, Sketch)), None))
+        (tracker, next(iter(find_states(state.lift_state, Sketch)), None), state.inner_state)
         for state in find_states(opt_state, SubspaceState)
         for tracker in find_states(state.tracker_state, TrackerState)
     ]
@@ -70,7 +81,7 @@ def find_targets(opt_state: Any) -> list[CompactTarget]:
             "use jax.value_and_grad"
         )
     targets = []
-    for tracker, sketch in trackers:
+    for tracker, sketch, inner_state in trackers:
         plan, count = tracker.plan, tracker.tracker_count
         if plan.targets and plan.method in ("svd", "gram"):
             raise ValueError(
@@ -83,13 +94,15 @@ def find_targets(opt_state: Any) -> list[CompactTarget]:
                 "gradient, which here never exists; use jax.value_and_grad, or track with "
                 "lro.refresh_basis(...)"
             )
-        stored = tracker.stored()
+        stored, arrays = tracker.stored(), _tree.by_path(inner_state)
         due = count >= tracker.next_refresh
         for number, (index, bases) in enumerate(zip(plan.targets, stored, strict=True)):
             key = _subspace_methods.leaf_key(plan.seed, count, number)
             first = tracker.refreshes[number] == 0
-            facts = (plan.leaves[index], bases, plan.method, key, due[number], first)
-            targets.append(CompactTarget(*facts, count, number, sketch))
+            leaf = plan.leaves[index]
+            facts = (leaf, bases, plan.method, key, due[number], first)
+            moment = _moment_of(leaf, arrays)
+            targets.append(CompactTarget(*facts, count, number, sketch, moment))
     return targets
 
 
@@ -160,8 +173,8 @@ def main_product(target: CompactTarget, bases: Bases, extra: Array | None) -> Pr
 def split_extra(target: CompactTarget, core: Array, extra: Array | None) -> Compact:
     """The core and the products with extra directions, from one product with both."""
     if extra is None:
-        return Compact(core)
+        return Compact(shard_like(core, target.moment))
     (side,) = target.plan.sides
     axis = view_of(target).core_axes([side])[side]
-    rank = target.plan.rank
-    return Compact(*jnp.split(core, [rank], axis=axis))
+    core, more = jnp.split(core, [target.plan.rank], axis=axis)
+    return Compact(shard_like(core, target.moment), more)

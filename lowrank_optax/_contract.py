@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lowrank_optax._placement import Names, axis_names, spec_of, spread
@@ -100,6 +101,28 @@ def place(x: Array, axes: Sequence[int | None], like: Any, spreading: bool = Fal
 def place_like(x: Array, like: Any) -> Array:
     """``x`` with the sharding of an array of the same shape, on Explicit axes."""
     return place(x, range(x.ndim), like)
+
+
+def shard_like(x: Array, like: Any) -> Array:
+    """``x`` where ``like`` lies, an array of the same shape, on axes of any kind.
+
+    Of Auto axes only the compiler knows where an array lies, so it is asked to put both alike.
+
+    Args:
+        x: an array.
+        like: another, or None for no wish.
+
+    Returns:
+        The array.
+    """
+    if like is None or x.shape != like.shape:
+        return x
+    x = place_like(x, like)
+    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+    # Outside jit an array has its place already, and inside shard_map there is none to choose.
+    if not isinstance(x, Tracer) or AxisType.Manual in kinds or kinds == {AxisType.Explicit}:
+        return x
+    return shard_alike(x, like)[0]
 
 
 def type_sharding(x: Any) -> NamedSharding | None:

@@ -52,12 +52,13 @@ def _collective(line: str) -> Collective | None:
         return None
     types, kind, started = match.groups()
     arrays = _arrays(types)
-    if started and kind in ("all-gather", "collective-permute", "all-to-all"):
+    if started and kind != "all-reduce":
         # The start of an asynchronous one returns operands, results and small handles.
         arrays = [a for a in arrays if a[1]]
-        arrays = arrays[len(arrays) // 2 :]
+        half = len(arrays) // 2
+        arrays = arrays[:half] if kind == "reduce-scatter" else arrays[half:]
     size = sum(a[0] for a in arrays)
-    if kind == "reduce-scatter":
+    if kind == "reduce-scatter" and not started:
         group = _GROUP.search(line)
         if group is not None:
             size *= int(group[2]) if group[2] else len(group[1].split(","))

@@ -1,5 +1,6 @@
 """What fills a device in one training step, counted: params, gradients, state, activations."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -60,8 +61,9 @@ class Parts:
         gradients: what the backward pass leaves, cores where these are made directly.
         moments: what the inner optimizer keeps, and the counters.
         bases: the bases of the subspaces.
-        activations: the rest: layer inputs, one layer's or the logits' workspace, the weights
-            of one layer where a mesh gathers them, a refresh's thin matrices. An estimate.
+        activations: what else there is at the worst moment: layer inputs, one layer's or the
+            logits' workspace, the weights of one layer where a mesh gathers them, what a refresh
+            works on. An estimate.
     """
 
     params: int
@@ -120,72 +122,132 @@ def _tree_bytes(tree: Any) -> int:
     return sum(map(local_bytes, jax.tree.leaves(tree)))
 
 
-def _core_bytes(params: Any, state: Any) -> dict[str, int]:
-    """The compact gradient of each target, in float32 and on the mesh axes of its own side."""
-    sizes = {}
-    weights = _tree.by_path(params)
+@dataclasses.dataclass(frozen=True)
+class _LowRank:
+    """Bytes of what a low-rank optimizer's targets have, on one device.
+
+    Attributes:
+        cores: by path, each target's core in float32. It lies as its moments do.
+        bases: all bases.
+        moments: what the inner optimizer keeps of the targets.
+        picked: a refresh of full gradients takes those of one shape in turns, and copies the one
+            whose turn it is: the largest such copy.
+        thin: what a refresh needs for one target, of the sizes of its basis and of its core.
+    """
+
+    cores: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    bases: int = 0
+    moments: int = 0
+    picked: int = 0
+    thin: int = 0
+
+
+def _low_rank(params: Any, state: Any) -> _LowRank:
+    weights, arrays = _tree.by_path(params), _tree.by_path(state)
+    cores, groups = {}, collections.defaultdict(list)
+    bases = moments = thin = 0
     for tracker in find_states(state, TrackerState):
-        for index in tracker.plan.targets:
+        own = [sum(map(local_bytes, jax.tree.leaves(b))) for b in tracker.stored()]
+        bases += sum(own)
+        for index, basis in zip(tracker.plan.targets, own, strict=True):
             leaf = tracker.plan.leaves[index]
+            kept = [
+                x
+                for path, x in arrays.items()
+                if path.endswith("/" + leaf.path) and x.shape == leaf.core_shape
+            ]
+            moments += sum(map(local_bytes, kept))
+            cores[leaf.path] = local_bytes(kept[0]) // kept[0].dtype.itemsize * 4
+            # A product, and it whitened; the old basis, the noise and the new one.
+            thin = max(thin, 2 * cores[leaf.path] + 3 * basis)
             weight = weights[leaf.path]
-            assert leaf.view is not None
-            spec = _placement.axis_names(weight.sharding.spec, weight.ndim)
-            axes = leaf.view.core_leaf_axes(leaf.sides)
-            names = [() if axis is None else spec[axis] for axis in axes]
-            own = NamedSharding(weight.sharding.mesh, _placement.spec_of(names))
-            sizes[leaf.path] = math.prod(own.shard_shape(leaf.core_shape)) * 4
-    return sizes
+            groups[weight.shape, weight.sharding, leaf.view, leaf.sides].append(local_bytes(weight))
+    picked = max((max(sizes) for sizes in groups.values() if len(sizes) > 1), default=0)
+    return _LowRank(cores, bases, moments, picked, thin)
 
 
-def _activation_bytes(setting: Setting, params: Any) -> int:
-    """Layer inputs, and the largest of what is needed one at a time."""
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """Bytes of one forward and backward pass, without gradients. Estimates.
+
+    Attributes:
+        inputs: of all layers, kept for the backward pass; without rematerialisation also
+            what each layer keeps.
+        layer: the workspace of one layer, with its weights where a mesh gathers them.
+        logits: they and their gradient.
+        copies: weights in another layout.
+    """
+
+    inputs: int
+    layer: int
+    logits: int
+    copies: int
+
+
+def _one_pass(setting: Setting, params: Any, platform: str | None) -> _Pass:
     model, item = setting.model, jnp.dtype(setting.param_dtype).itemsize
     tensor = setting.mesh.get("tp", 1)
     tokens = setting.local_batch * setting.length
-    boundaries = model.layers * tokens * model.width * item
+    inputs = model.layers * tokens * model.width * item
     scores = setting.local_batch * model.heads / tensor * setting.length**2
     hidden = tokens * model.hidden / tensor
     thin = tokens * (model.query_width + 2 * model.key_width) / tensor
     # One array of float32 scores and one of attention weights at a time; the three hidden arrays
     # of SwiGLU and their gradients; queries, keys and values; a few more of the stream's size.
     layer = scores * (4 + item) + (hidden * 6 + thin * 3 + tokens * model.width * 6) * item
-    # Logits and their gradient in float32.
+    # In float32.
     logits = tokens * model.vocabulary / tensor * 8
     if not setting.remat:
-        kept = scores * (4 + item) + hidden * 3 * item + thin * 2 * item
-        return round(boundaries + model.layers * kept + max(layer, logits))
-    gathered = 0.0
-    if setting.mesh.get("fsdp", 1) > 1:
+        inputs += model.layers * (scores * (4 + item) + hidden * 3 * item + thin * 2 * item)
+    elif setting.mesh.get("fsdp", 1) > 1:
         # One layer's weights, whole but for tp, and the next one's that are fetched meanwhile.
         matrices = jax.tree.leaves(params["layers"])
         one = sum(local_bytes(x) / model.layers for x in matrices) * setting.mesh["fsdp"]
-        gathered = 2 * one
-    return round(boundaries + max(layer + gathered, logits))
+        layer += 2 * one
+    copies = 0
+    if platform == "tpu" and not model.attention_bias:
+        # The TPU compiler wants these in the order that splitting heads off their product asks
+        # for, and turns the stacks around before the loop. An addition in between prevents it.
+        names = ("q_proj", "k_proj", "v_proj")
+        copies = sum(local_bytes(params["layers"]["self_attn"][name]["kernel"]) for name in names)
+    return _Pass(*map(round, (inputs, layer, logits, copies)))
 
 
-def count_parts(setting: Setting) -> Parts:
-    """Counts the bytes on one device; nothing is allocated or compiled."""
+def count_parts(setting: Setting, platform: str | None = None) -> Parts:
+    """Counts the bytes on one device; nothing is allocated or compiled.
+
+    Args:
+        setting: what is planned.
+        platform: ``"tpu"``, ``"gpu"`` or None: some copies only one compiler makes.
+    """
     sizes = dict(setting.mesh) or {"fsdp": 1}
     axes = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axes)
     params = placed_params(setting, mesh)
     tx, compact = make_optimizer(setting.optimizer, setting.rank)
     state = abstract_state(tx, params, setting.moment_dtype)
-    bases = sum(
-        _tree_bytes((tracker.reduction_basis, tracker.output_basis))
-        for tracker in find_states(state, TrackerState)
-    )
+    low, work = _low_rank(params, state), _one_pass(setting, params, platform)
     gradients = {path: local_bytes(x) for path, x in _tree.by_path(params).items()}
-    workspace = 0
     if compact:
-        cores = _core_bytes(params, state)
-        gradients |= cores
-        # A refresh holds another basis, and images of it of the size of cores.
-        workspace = bases + sum(cores.values())
+        gradients |= low.cores
+    total = sum(gradients.values())
+    # The gradient of the head is there from the start, that of an embedding of its own last.
+    blocks = sum(size for path, size in gradients.items() if path.startswith("layers/"))
+    head = gradients.get("lm_head/kernel", gradients["embed_tokens/embedding"])
+    backward = work.copies + work.inputs + max(work.logits, work.layer + blocks) + head
+    peaks = [total, backward]
+    if compact:
+        # Bases and moments leave the branches of a refresh as new arrays, before the last pass.
+        peaks = [x + low.bases + low.moments for x in peaks]
+        # And in it the first pass's products are whitened, then needed for the second one.
+        cores = sum(low.cores.values())
+        peaks.append(work.copies + work.inputs + work.layer + 2 * (low.bases + cores))
+    elif low.cores:
+        peaks.append(total + low.picked + low.bases + low.thin)
     return Parts(
         params=_tree_bytes(params),
-        gradients=sum(gradients.values()),
-        moments=_tree_bytes(state) - bases,
-        bases=bases,
-        activations=_activation_bytes(setting, params) + workspace,
+        gradients=total,
+        moments=_tree_bytes(state) - low.bases,
+        bases=low.bases,
+        activations=max(peaks) - total,
     )

@@ -57,7 +57,8 @@ class MemoryPlan:
 
     def _low_rank(self) -> Parts:
         if self.setting.optimizer in ("adamw", "sgd"):
-            return count_parts(dataclasses.replace(self.setting, optimizer="matrix-free"))
+            low = dataclasses.replace(self.setting, optimizer="matrix-free")
+            return count_parts(low, _platform(self.device))
         return self.parts
 
     @property
@@ -111,9 +112,16 @@ class MemoryPlan:
                 f"{'peak by the compiler':24}{format_bytes(self.compiled.peak):>14}"
                 f"{'':12}  (the sum is {abs(off):.0%} {'above' if off >= 0 else 'below'} it)"
             )
+            if self.compiled.alive:
+                alive = format_bytes(self.compiled.alive)
+                lines.append(f"{'of it in use at once':24}{alive:>14}")
             for kind, size in self.compiled.collectives.items():
                 lines.append(f"{kind + ' a step':24}{format_bytes(size):>14}")
         return "\n".join([*lines, self.verdict])
+
+
+def _platform(device: str | None) -> str | None:
+    return None if device is None else DEVICES[device].platform
 
 
 def parse_mesh(mesh: Any) -> dict[str, int]:
@@ -214,8 +222,8 @@ def memory_plan(
         length,
         remat,
     )
-    parts = count_parts(setting)
-    adamw = count_parts(dataclasses.replace(setting, optimizer="adamw"))
+    parts = count_parts(setting, _platform(device))
+    adamw = count_parts(dataclasses.replace(setting, optimizer="adamw"), _platform(device))
     compiled = None
     if compiler is not None:
         compiled = compile_step(compiler, dataclasses.asdict(setting))

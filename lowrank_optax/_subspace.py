@@ -67,18 +67,19 @@ def _store(plan: Plan, cores: Any, like: list[Any]) -> Any:
     return _tree.unflatten(treedef, leaves)
 
 
-def _gathered(plan: Plan, bases: list[Bases], like: list[Any]) -> list[Bases]:
+def _gathered(leaf: LeafPlan, basis: Bases, like: Any) -> Bases:
     """Bases where they are used, on their own side's mesh axes only: thin, and so cheap to move."""
-    result = []
-    for index, basis in zip(plan.targets, bases, strict=True):
-        view = plan.leaves[index].view
-        assert view is not None
-        sides = {
-            side: view.place_basis(getattr(basis, side), side, _tree.unbox(like[index]))
-            for side in plan.leaves[index].sides
-        }
-        result.append(Bases(**sides))
-    return result
+    assert leaf.view is not None
+    sides = {
+        side: leaf.view.place_basis(getattr(basis, side), side, _tree.unbox(like))
+        for side in leaf.sides
+    }
+    return Bases(**sides)
+
+
+def _all_gathered(plan: Plan, bases: list[Bases], like: list[Any]) -> list[Bases]:
+    pairs = zip(plan.targets, bases, strict=True)
+    return [_gathered(plan.leaves[index], basis, like[index]) for index, basis in pairs]
 
 
 def _core(leaf: LeafPlan, basis: Bases, array: Any) -> jax.Array:
@@ -240,8 +241,14 @@ def subspace_optimizer(
                     )
                 gradient = None
             gain = None if gains[index] is None else gains[index].reshape(())
+            # What compact gradients bring lies as the state does, on more mesh axes.
+            core = leaf.view.place_core(cores[index], leaf.sides, weights[index])
+            directions, extra = sketched[number]
+            if directions is not None:
+                directions = _gathered(leaf, directions, weights[index])
+                extra = leaf.view.place_core(extra, leaf.sides, weights[index])
             inputs.append(
-                LiftInput(leaf.view, basis, cores[index], update, gradient, gain, *sketched[number])
+                LiftInput(leaf.view, basis, core, update, gradient, gain, directions, extra)
             )
         lifted, lift_state = chosen_lift.update(inputs, lift_state)
         updates = {}
@@ -283,11 +290,11 @@ def subspace_optimizer(
         tracker = _tracker_state(name, tracker_state)
         plan = tracker.plan
         like = _tree.flatten(updates if params is None else params)[0]
-        old = _gathered(plan, before.encoders(), like)
-        bases = _gathered(plan, tracker.encoders(), like)
+        old = _all_gathered(plan, before.encoders(), like)
+        bases = _all_gathered(plan, tracker.encoders(), like)
         decoders = bases
         if tracker.reduction_decoder is not None:
-            decoders = _gathered(plan, tracker.decoders(), like)
+            decoders = _all_gathered(plan, tracker.decoders(), like)
         inner_args = {name: value for name, value in extra_args.items() if name != "bases"}
         # encode
         gradients, encoded = _arrays(updates), _encode(plan, bases, updates)

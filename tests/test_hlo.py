@@ -65,6 +65,7 @@ ENTRY %main (a: f32[8,4], b: bf16[16]) -> f32[64,4] {
   %a = f32[8,4]{1,0} parameter(0)
   %b = bf16[16]{0} parameter(1)
   %r = f32[1,4]{1,0} reduce-scatter(%a), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+  %q = ((f32[8,4]{1,0}), f32[1,4]{1,0}) reduce-scatter-start(%a), replica_groups=[1,8]<=[8]
   %s = (bf16[16]{0}, bf16[128]{0}, u32[], u32[]) all-gather-start(%b), replica_groups=[1,8]<=[8]
   %d = bf16[128]{0} all-gather-done(%s)
   %t = (f32[8,4]{1,0}, bf16[16]{0}) all-reduce(%a, %b), to_apply=%add
@@ -75,7 +76,7 @@ ENTRY %main (a: f32[8,4], b: bf16[16]) -> f32[64,4] {
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("reduce-scatter", 128), ("all-gather", 256 + 1024), ("all-reduce", 128 + 32)],
+    [("reduce-scatter", 128 + 128), ("all-gather", 256 + 1024), ("all-reduce", 128 + 32)],
 )
 def test_forms_of_the_text(kind, expected):
     assert bytes_by_kind(collectives(TEXT))[kind] == expected

@@ -110,11 +110,24 @@ def test_a_mesh_divides():
     assert copies.activations < alone.activations
 
 
-def test_measured_reference_points():
-    """What the GPU compiler said of the whole step (H100, jax 0.10.2)."""
-    for optimizer, measured in (("adamw", 82.3), ("galore", 35.1), ("matrix-free", 22.6)):
-        total = lro.memory_plan("llama-7b", optimizer).parts.total
-        assert total == pytest.approx(measured * 1e9, rel=0.1)
+MEASURED = {
+    ("llama-7b", "h100"): {"adamw": 82.3, "galore": 35.1, "matrix-free": 21.6},
+    ("qwen2-7b", "h100"): {"adamw": 91.5, "galore": 45.1, "matrix-free": 30.9},
+    ("llama-7b", "v5p"): {"adamw": 86.7, "matrix-free": 25.8},
+    ("qwen2-7b", "v5p"): {"adamw": 92.4, "galore": 50.1, "matrix-free": 32.1},
+    ("llama-70b", "v5p"): {"adamw": 61.8, "matrix-free": 18.7},
+}
+"""What XLA's compilers said of the whole step, in GB a device (jax 0.10.2, libtpu 0.0.42.1)."""
+
+
+@pytest.mark.parametrize(("model", "device"), MEASURED)
+def test_measured_reference_points(model, device):
+    options = {}
+    if model == "llama-70b":
+        options = {"rank": 256, "mesh": "fsdp=8,tp=2", "batch": 8}
+    for optimizer, measured in MEASURED[model, device].items():
+        total = lro.memory_plan(model, optimizer, device=device, **options).parts.total
+        assert total == pytest.approx(measured * 1e9, rel=0.1), optimizer
 
 
 def test_verdicts():
@@ -207,25 +220,27 @@ def test_command_line(capsys):
 
 
 def test_a_compiled_plan_is_printed():
-    compiled = _aot.CompiledMemory(10**9, 10**8, 9 * 10**8, {"all-reduce": 10**6}, 1.0)
+    compiled = _aot.CompiledMemory(10**9, 10**8, 9 * 10**8, {"all-reduce": 10**6}, 1.0, 8 * 10**8)
     text = str(dataclasses.replace(lro.memory_plan(TINY, rank=4), compiled=compiled))
     assert "peak by the compiler" in text
     assert "1.00 GB" in text
+    assert "of it in use at once         800.00 MB" in text
     assert "all-reduce a step" in text
 
 
-COMPILERS = {"tpu:v5p:2x2x1": "libtpu", "gpu:h100": "jax_cuda12_plugin"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("target", COMPILERS)
+@pytest.mark.parametrize("target", ["tpu:v5p:2x2x1", "gpu:h100"])
 @pytest.mark.parametrize("optimizer", ["adamw", "galore", "matrix-free"])
 def test_arithmetic_and_compiler_agree(target, optimizer):
-    if importlib.util.find_spec(COMPILERS[target]) is None:
-        pytest.skip(f"{target} has no compiler here")
+    try:
+        _aot.check_installed(target)
+    except _aot.CompileError as error:
+        pytest.skip(str(error))
     model = lro.ModelShape(4, 2048, 5632, 16, 16, 4096, name="four layers")
     plan = lro.memory_plan(model, optimizer, length=1024, compiler=target)
-    assert plan.parts.total == pytest.approx(plan.peak, rel=0.1)
+    assert plan.compiled is not None
+    # What a compiler reserves has gaps, and the sum has none.
+    assert 0.9 * plan.compiled.alive <= plan.parts.total <= 1.1 * plan.peak
 
 
 def test_optimizers_are_what_they_say():

@@ -233,39 +233,44 @@ class Layer(nnx.Module):
         self.up = nnx.Linear(16, 32, kernel_init=init(("fsdp", "tp")), rngs=rngs)
         self.down = nnx.Linear(32, 16, kernel_init=init(("tp", "fsdp")), rngs=rngs)
 
-    def __call__(self, x):
-        return x + self.down(nnx.relu(self.up(x)))
+    def __call__(self, x, hidden=None, out=None):
+        # On Explicit axes a product says where it is; elsewhere these are None.
+        return x + self.down(nnx.relu(self.up(x, out_sharding=hidden)), out_sharding=out)
 
 
-def test_nnx_optimizer_under_a_mesh():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_nnx_optimizer_under_a_mesh(kind):
     """Flax places the state by its own metadata, which would be the parameter's."""
 
-    def train(steps=3):
+    def train(places=(), steps=3):
         model = Layer(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, lro.galore_adamw(1e-2, RANK, 2), wrt=nnx.Param)
         x = normal(5, (8, 16))
 
         @nnx.jit
         def step(model, optimizer):
-            loss, gradients = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+            loss, gradients = nnx.value_and_grad(lambda m: jnp.mean(m(x, *places) ** 2))(model)
             optimizer.update(model, gradients)
             return loss
 
         return [float(step(model, optimizer)) for _ in range(steps)], optimizer
 
+    explicit = kind == AxisType.Explicit
     with jax.numpy_dtype_promotion("standard"):
         expected, _ = _without_sharding(train)
-        with jax.set_mesh(mesh_of()):
-            losses, optimizer = train()
+        with jax.set_mesh(mesh_of(kind)):
+            losses, optimizer = train([P(None, "tp"), P(None, None)] if explicit else ())
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert losses[-1] < losses[0]
     state = optimizer.opt_state
     basis, mu = state.tracker_state.reduction_basis.up.kernel, state.inner_state[0].mu
-    assert basis.out_sharding == ("fsdp", None)
-    assert basis.get_value().sharding.spec[0] == "fsdp"
-    assert mu.up.kernel.out_sharding == (None, "tp")
-    assert mu.up.kernel.get_value().sharding.spec == P(None, "tp")
-    assert mu.down.kernel.out_sharding == ("tp", None)
+    # Flax's own placement leaves no axis over on Auto axes; on Explicit ones the type has them all.
+    side, other = (("fsdp", "tp"), ("tp", "fsdp")) if explicit else ("fsdp", "tp")
+    assert basis.out_sharding == (side, None)
+    assert basis.get_value().sharding.spec[0] == side
+    assert mu.up.kernel.out_sharding == (None, other)
+    assert mu.up.kernel.get_value().sharding.spec == P(None, other)
+    assert mu.down.kernel.out_sharding == (other, None)
 
 
 def _without_sharding(train):
