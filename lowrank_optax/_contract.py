@@ -12,10 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lowrank_optax._placement import Names, axis_names, spec_of, spread
+
+try:
+    from jax.experimental.shard_alike import shard_alike
+except ImportError:  # JAX 0.12 has dropped it, and has nothing in its place.
+    shard_alike = None
 
 Array = jax.Array
 
@@ -106,7 +110,8 @@ def place_like(x: Array, like: Any) -> Array:
 def shard_like(x: Array, like: Any) -> Array:
     """``x`` where ``like`` lies, an array of the same shape, on axes of any kind.
 
-    Of Auto axes only the compiler knows where an array lies, so it is asked to put both alike.
+    Of Auto axes only the compiler knows where an array lies, so it is asked to put both alike. From
+    JAX 0.12 on there is no way to ask, and it decides alone.
 
     Args:
         x: an array.
@@ -118,6 +123,8 @@ def shard_like(x: Array, like: Any) -> Array:
     if like is None or x.shape != like.shape:
         return x
     x = place_like(x, like)
+    if shard_alike is None:
+        return x
     kinds = set(jax.sharding.get_abstract_mesh().axis_types)
     # Outside jit an array has its place already, and inside shard_map there is none to choose.
     if not isinstance(x, Tracer) or AxisType.Manual in kinds or kinds == {AxisType.Explicit}:
