@@ -32,6 +32,7 @@ import lowrank_optax as lro
 from arguments import Parser, count, count_or_zero, mesh_sizes, named_rate, rank
 from errors import UserError, exit_code
 from placement import make_mesh
+from training import count_bytes
 from tunix_parts import Tokenizer, make_model, place_state, within
 
 PROMPT, ANSWER = 8, 8
@@ -252,9 +253,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Result]:
         mesh = make_mesh(args.mesh)
     params = nnx.state(nnx.eval_shape(lambda: make_model(args.seed)), nnx.Param)
     adamw = accumulated(optax.adamw(1.0), args.accumulate)
-    adamw_bytes = sum(
-        x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(adamw.init, params))
-    )
+    adamw_bytes = count_bytes(jax.eval_shape(adamw.init, params))
     rates, results = dict(args.lr), {}
     for name in args.optimizer:
         default, make = OPTIMIZERS[name]

@@ -13,7 +13,7 @@ from lowrank_optax._contract import shard_like, wide_dtype
 from lowrank_optax._extra_directions import Sketch
 from lowrank_optax._factored import Factored, Product, ProductAxes
 from lowrank_optax._plan import LeafPlan
-from lowrank_optax._state import SubspaceState, TrackerState, find_states
+from lowrank_optax._state import SubspaceState, TrackerState, arrays_on_core, find_states
 from lowrank_optax._tree import Compact
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View
 
@@ -49,14 +49,6 @@ class CompactTarget(NamedTuple):
     number: int = 0
     sketch: Sketch | None = None
     moment: Any = None
-
-
-def _moment_of(leaf: LeafPlan, arrays: dict[str, Any]) -> Any:
-    """The first of the inner optimizer's arrays, by path, that is on a leaf's core."""
-    for path, x in arrays.items():
-        if ("/" + path).endswith("/" + leaf.path) and getattr(x, "shape", None) == leaf.core_shape:
-            return x
-    return None
 
 
 def find_targets(opt_state: Any) -> list[CompactTarget]:
@@ -101,7 +93,7 @@ def find_targets(opt_state: Any) -> list[CompactTarget]:
             first = tracker.refreshes[number] == 0
             leaf = plan.leaves[index]
             facts = (leaf, bases, plan.method, key, due[number], first)
-            moment = _moment_of(leaf, arrays)
+            moment = next(iter(arrays_on_core(leaf, arrays)), None)
             targets.append(CompactTarget(*facts, count, number, sketch, moment))
     return targets
 

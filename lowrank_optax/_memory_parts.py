@@ -15,7 +15,7 @@ from lowrank_optax import _placement, _tree
 from lowrank_optax._abstract_step import BATCH_AXES, make_optimizer
 from lowrank_optax._model_shapes import ModelShape, abstract_params, param_specs
 from lowrank_optax._sharding import state_shardings
-from lowrank_optax._state import TrackerState, find_states
+from lowrank_optax._state import TrackerState, arrays_on_core, find_states
 
 MESH_AXES = (*BATCH_AXES, "tp")
 
@@ -151,11 +151,7 @@ def _low_rank(params: Any, state: Any) -> _LowRank:
         bases += sum(own)
         for index, basis in zip(tracker.plan.targets, own, strict=True):
             leaf = tracker.plan.leaves[index]
-            kept = [
-                x
-                for path, x in arrays.items()
-                if path.endswith("/" + leaf.path) and x.shape == leaf.core_shape
-            ]
+            kept = arrays_on_core(leaf, arrays)
             moments += sum(map(local_bytes, kept))
             cores[leaf.path] = local_bytes(kept[0]) // kept[0].dtype.itemsize * 4
             # A product, and it whitened; the old basis, the noise and the new one.

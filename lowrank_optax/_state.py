@@ -1,10 +1,11 @@
 """The states of trackers and of subspace optimizers, and how to find them."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 
-from lowrank_optax._plan import Plan
+from lowrank_optax._plan import LeafPlan, Plan
 from lowrank_optax._view import Bases
 
 
@@ -72,3 +73,12 @@ def find_states(state: Any, kind: type) -> list[Any]:
     """Every node of a type in an optimizer state, through any wrapper."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [node for node in nodes if isinstance(node, kind)]
+
+
+def arrays_on_core(leaf: LeafPlan, arrays: Mapping[str, Any]) -> list[Any]:
+    """What an inner optimizer keeps of the shape of a leaf's core, given its arrays by path."""
+    return [
+        x
+        for path, x in arrays.items()
+        if f"/{path}".endswith(f"/{leaf.path}") and getattr(x, "shape", None) == leaf.core_shape
+    ]

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import pathlib
-import re
 import warnings
 
 import flax
@@ -15,6 +14,7 @@ from flax import nnx
 from rich.console import Console
 
 import lowrank_optax as lro
+from tests import markdown
 from tests.helpers import as_matrix
 
 EAGER = flax.config.flax_always_shard_variable
@@ -249,8 +249,9 @@ def test_grpo(optimizer, options):
 
 
 def test_the_code_of_the_page():
-    text = (pathlib.Path(__file__).parents[2] / "docs/tunix.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = markdown.python_blocks(
+        (pathlib.Path(__file__).parents[2] / "docs/tunix.md").read_text()
+    )
     assert len(blocks) == 3
     args = tunix_training.make_parser().parse_args(SFT)
     names = {
@@ -261,7 +262,7 @@ def test_the_code_of_the_page():
         "batches": tunix_training.batches(args),
     }
     for block in blocks:
-        exec(block, names)
+        markdown.run(block, names, "tunix.md")
     assert names["trainer"].train_steps == 3
     assert isinstance(nnx.as_pure(names["trainer"].optimizer.opt_state)[1], lro.SubspaceState)
 
