@@ -235,11 +235,15 @@ CONTENDERS: dict[str, Contender] = {
         _ours("subspace", every=lro.adaptive_every(25, 200)), 5e-3, compact=True
     ),
     "galore int8 bases": Contender(_ours("subspace", dtype=jnp.int8), 5e-3, compact=True),
+    "galore int4 bases": Contender(_ours("subspace", dtype=jnp.int4), 5e-3, compact=True),
     "galore bf16 bases": Contender(_ours("subspace", dtype=jnp.bfloat16), 5e-3, compact=True),
     "galore int8 moments": Contender(_ours("subspace", bits=jnp.int8), 5e-3, compact=True),
     "galore bf16 moments": Contender(_ours("subspace", bits=jnp.bfloat16), 5e-3, compact=True),
     "sketched all int8": Contender(
         _sketched("random", 1.0, bits=jnp.int8, dtype=jnp.int8), 7e-3, compact=True
+    ),
+    "sketched int4 bases": Contender(
+        _sketched("random", 1.0, bits=jnp.int8, dtype=jnp.int4), 7e-3, compact=True
     ),
     "apollo": Contender(_ours("random", lambda s: lro.apollo_lift(), moments="keep"), 2e-3),
     "apollo-mini": Contender(

@@ -1,4 +1,4 @@
-"""Validation loss of many optimizers on byte-level language modelling, each at its best rate.
+r"""Validation loss of many optimizers on byte-level language modelling, each at its best rate.
 
 Every contender trains at the same number of learning rates, a factor of 2 apart, with three seeds
 each; the rate with the best mean counts. Results are appended to a file of JSON lines, and what is
@@ -11,7 +11,11 @@ processes.
   python benchmarks/quality.py report --plot benchmarks/quality.png
 
 All runs of a contender train side by side in one program. On a GPU start several processes: most
-of their time goes into compiling.
+of their time goes into compiling. A CPU gains nothing from lanes, so there tune with one seed,
+about the best rates of ``quality.jsonl``:
+
+  python benchmarks/quality.py run --threads 1 --results benchmarks/quality_cpu.jsonl \
+      --tuned-on benchmarks/quality.jsonl --tuning-seeds 1 --stage large --only muon
 
 Jobs come in a fixed order, the most telling first. Stages:
 
@@ -36,6 +40,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -70,6 +75,14 @@ def tasks(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def following_jobs(results: dict[str, Any], stages: dict[str, Any], args: Any) -> Iterator[Any]:
+    """What these arguments ask for that has not run."""
+    import quality_jobs as jobs
+
+    tuned = jobs.load(args.tuned_on) if args.tuned_on else None
+    return jobs.pending(results, stages, args.only, tuned, jobs.SEEDS[: args.tuning_seeds])
+
+
 def run(args: argparse.Namespace) -> None:
     """Runs pending jobs until none is left or the time is up."""
     import jax
@@ -89,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     longest, failed = 0.0, set()
     while time.monotonic() + longest < deadline:
         results = jobs.load(args.results)
-        following = jobs.pending(results, stages, args.only)
+        following = following_jobs(results, stages, args)
         job = next((j for j in following if j.key not in failed and claims.take(j)), None)
         if job is None:
             print("nothing left to start")
@@ -140,7 +153,7 @@ def plan(args: argparse.Namespace) -> None:
     import quality_jobs as jobs
 
     results = jobs.load(args.results)
-    following = list(jobs.pending(results, tasks(args), args.only))
+    following = list(following_jobs(results, tasks(args), args))
     print(f"{len(results)} runs are done; known to follow: {len(following)}")
     for job in following:
         print(f"{job.key} and {len(job.lanes) - 1} more")
@@ -178,6 +191,18 @@ def main() -> None:
     parser.add_argument("--stage", action="append", default=[], help="a stage; may be repeated")
     parser.add_argument(
         "--budget-minutes", type=float, default=1e6, help="start no job that ends later"
+    )
+    parser.add_argument(
+        "--tuned-on",
+        type=pathlib.Path,
+        help="results whose best rates are the middle of three to try, instead of seven",
+    )
+    parser.add_argument(
+        "--tuning-seeds",
+        type=int,
+        choices=[1, 2, 3],
+        default=3,
+        help="seeds that choose the rate; the others run at the best one alone",
     )
     parser.add_argument("--threads", type=int, choices=[0, 1], default=0, help="1 for one thread")
     parser.add_argument("--core", type=int, help="with --threads 1, the core to stay on")

@@ -146,25 +146,30 @@ def _losses(results: Results, stage: str, entry: Entry) -> dict[float, dict[int,
     return found
 
 
-def _means(results: Results, stage: str, entry: Entry) -> dict[float, float]:
-    """Mean loss of each rate that all seeds have run."""
-    losses = _losses(results, stage, entry)
+def _means(
+    results: Results, stage: str, entry: Entry, seeds: tuple[int, ...] = SEEDS
+) -> dict[float, float]:
+    """Mean loss over some seeds of each rate that all of them have run."""
     return {
-        rate: statistics.fmean(by_seed.values())
-        for rate, by_seed in losses.items()
-        if len(by_seed) >= len(SEEDS)
+        rate: statistics.fmean(by_seed[seed] for seed in seeds)
+        for rate, by_seed in _losses(results, stage, entry).items()
+        if by_seed.keys() >= set(seeds)
     }
 
 
-def best_rate(results: Results, stage: str, entry: Entry) -> float | None:
-    """The rate with the lowest mean loss, None before there is one."""
-    finite = {r: m for r, m in _means(results, stage, entry).items() if m < float("inf")}
+def best_rate(
+    results: Results, stage: str, entry: Entry, seeds: tuple[int, ...] = SEEDS
+) -> float | None:
+    """The rate with the lowest mean loss over some seeds, None before there is one."""
+    finite = {r: m for r, m in _means(results, stage, entry, seeds).items() if m < float("inf")}
     return min(finite, key=lambda rate: finite[rate]) if finite else None
 
 
-def _next_rates(results: Results, stage: str, entry: Entry, grid: list[float]) -> list[float]:
+def _next_rates(
+    results: Results, stage: str, entry: Entry, grid: list[float], seeds: tuple[int, ...]
+) -> list[float]:
     """Rates to try: the grid, then further where the best of it is at an end."""
-    means = _means(results, stage, entry)
+    means = _means(results, stage, entry, seeds)
     done = {f"{rate:.6g}" for rate in means}
     missing = [rate for rate in grid if f"{rate:.6g}" not in done]
     if missing:
@@ -187,8 +192,24 @@ def leaders(results: Results) -> list[Entry]:
     return [*FINALISTS, *others[:BEST]]
 
 
-def pending(results: Results, stages: dict[str, Any], only: list[str]) -> Iterator[Job]:
-    """Jobs that have not run, in order. The order depends on the results alone."""
+def pending(
+    results: Results,
+    stages: dict[str, Any],
+    only: list[str],
+    tuned: Results | None = None,
+    tuning_seeds: tuple[int, ...] = SEEDS,
+) -> Iterator[Job]:
+    """Jobs that have not run, in order. The order depends on the results alone.
+
+    Args:
+        results: what has run.
+        stages: which to run.
+        only: names of contenders, alone or with their fraction; all if empty.
+        tuned: results of another machine, whose best rates of the small stage are the middle of
+            this one's grids where its own small stage tells none.
+        tuning_seeds: with which the rate is chosen; the other seeds run at the best one alone.
+    """
+    tuning = results if tuned is None else tuned
 
     def allowed(entry: Entry) -> bool:
         return not only or any(entry[0] == o or " ".join(entry).strip() == o for o in only)
@@ -200,22 +221,27 @@ def pending(results: Results, stages: dict[str, Any], only: list[str]) -> Iterat
                 if key_of(stage, entry, rate, SEEDS[0]) not in results:
                     yield Job(stage, *entry, ((rate, SEEDS[0]),))
             continue
-        chosen = entries() if stage == "small" else leaders(results)
+        chosen = entries() if stage == "small" else leaders(tuning)
         for entry in filter(allowed, chosen):
             contender = CONTENDERS[entry[0]]
             if stage == "regularized" and not contender.decays:
                 continue
             base, factors = contender.rate, GRID
-            if stage != "small":
-                found = best_rate(results, "small", entry)
-                if found is None:
+            if stage != "small" or tuned is not None:
+                found = None if stage == "small" else best_rate(results, "small", entry)
+                found = found or best_rate(tuning, "small", entry)
+                if found is not None:
+                    base, factors = found, NEIGHBOURS
+                elif stage != "small":
                     continue
-                base, factors = found, NEIGHBOURS
-            rates = _next_rates(results, stage, entry, [base * factor for factor in factors])
+            grid, seeds = [base * factor for factor in factors], tuning_seeds
+            rates = _next_rates(results, stage, entry, grid, seeds)
+            if not rates and (best := best_rate(results, stage, entry, seeds)) is not None:
+                rates, seeds = [best], SEEDS
             lanes = tuple(
                 (rate, seed)
                 for rate in rates
-                for seed in SEEDS
+                for seed in seeds
                 if key_of(stage, entry, rate, seed) not in results
             )
             if lanes:

@@ -147,15 +147,16 @@ def _low_rank(params: Any, state: Any) -> _LowRank:
     cores, groups = {}, collections.defaultdict(list)
     bases = moments = thin = 0
     for tracker in find_states(state, TrackerState):
-        own = [sum(map(local_bytes, jax.tree.leaves(b))) for b in tracker.stored()]
-        bases += sum(own)
-        for index, basis in zip(tracker.plan.targets, own, strict=True):
+        bases += sum(map(local_bytes, jax.tree.leaves(tracker.stored())))
+        opened = tracker.encoders()
+        for index, basis in zip(tracker.plan.targets, opened, strict=True):
             leaf = tracker.plan.leaves[index]
             kept = arrays_on_core(leaf, arrays)
             moments += sum(map(local_bytes, kept))
             cores[leaf.path] = local_bytes(kept[0]) // kept[0].dtype.itemsize * 4
             # A product, and it whitened; the old basis, the noise and the new one.
-            thin = max(thin, 2 * cores[leaf.path] + 3 * basis)
+            wide = sum(local_bytes(b) // b.dtype.itemsize * 4 for b in jax.tree.leaves(basis))
+            thin = max(thin, 2 * cores[leaf.path] + 3 * wide)
             weight = weights[leaf.path]
             groups[weight.shape, weight.sharding, leaf.view, leaf.sides].append(local_bytes(weight))
     picked = max((max(sizes) for sizes in groups.values() if len(sizes) > 1), default=0)

@@ -18,7 +18,7 @@ import numpy as np
 
 from lowrank_optax import _layouts, _target, _tree
 from lowrank_optax._layouts import Kind
-from lowrank_optax._storage import read_all
+from lowrank_optax._storage import read_all, shape_of
 from lowrank_optax._target import Target, Targets
 from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View, make_view
 
@@ -143,7 +143,7 @@ def _check_basis_shapes(leaf: LeafPlan, bases: Bases) -> None:
     for side in (REDUCTION, OUTPUT):
         expected = leaf.view.basis_shape(side, leaf.rank) if side in leaf.sides else None
         basis = getattr(bases, side)
-        got = None if basis is None else tuple(basis.shape)
+        got = None if basis is None else shape_of(basis)
         if got != expected:
             raise ValueError(
                 f"{leaf.path!r}: the state has {'no' if got is None else 'a'} basis of the {side} "

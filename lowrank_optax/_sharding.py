@@ -44,6 +44,12 @@ def _bases_of(leaf: LeafPlan, parameter: _Placed, mesh: Mapping[str, int]) -> di
     }
 
 
+def _packed(basis: _Placed) -> _Placed:
+    """A basis as it is placed in 4 bits: two columns in one, and these are on every device."""
+    *rows, rank = basis.shape
+    return basis._replace(shape=(*rows, rank // 2))
+
+
 def _core_of(leaf: LeafPlan, parameter: _Placed, mesh: Mapping[str, int]) -> list[_Placed]:
     if leaf.view is None or not leaf.sides:
         return []
@@ -120,7 +126,8 @@ class _Walk:
             for path, (parameter, *_) in of.items():
                 sides = _bases_of(plans[path], parameter, self._mesh) if path in plans else {}
                 # The bases of both sides may have one shape: the field's name tells.
-                bases[path] = [*(p for side, p in sides.items() if side in name), *sides.values()]
+                found = [*(p for side, p in sides.items() if side in name), *sides.values()]
+                bases[path] = [*found, *map(_packed, found)]
             fields[name] = self(value, bases)
         return type(state)(**fields)
 

@@ -19,7 +19,8 @@ class TrackerState(NamedTuple):
             entry at least, also where there is no target.
         refreshes: int32 likewise, how often each basis was replaced.
         reduction_basis: a tree parallel to params: ``(*batch, *reduction, r)`` at targets
-            with a basis on that side, ``optax.MaskedNode()`` elsewhere.
+            with a basis on that side, ``optax.MaskedNode()`` elsewhere. With ``dtype=jnp.int4``
+            the last axis is half as long.
         output_basis: likewise for the output side.
         reduction_decoder: likewise, the matrices that lift where they are not the bases that
             project; None where these do both.

@@ -152,6 +152,35 @@ def test_other_methods_on_explicit_axes(method):
         assert_same_training(jax.device_get(result), method)
 
 
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_bases_in_4_bits(kind):
+    even = {k: t and lro.Target(2, t.reduction_axis, t.output_axis) for k, t in TARGETS.items()}
+    tx = lro.galore_project(
+        relaxed(optax.adamw(0.05, eps=1e-3)),
+        lro.refresh_basis(every=3, targets=even, method="random", dtype=jnp.int4),
+    )
+    run = jax.jit(lambda p: steps_of(tx, p, tx.init(p), 7))
+    expected_losses, _, expected = jax.device_get(run(initial()))
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        params = placed(initial(), "fsdp_tp", mesh)
+        losses, _, state = jax.device_get(run(params))
+        shardings = lro.state_shardings(tx, params, jax.tree.map(lambda x: x.sharding, params))
+        on_mesh = jax.jit(tx.init, out_shardings=shardings)(params)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
+    pairs = zip(state.tracker_state.encoders(), expected.tracker_state.encoders(), strict=True)
+    for ours, others in pairs:
+        # The same up to a number that lay between two codes.
+        for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(others), strict=True):
+            assert np.mean(np.abs(one - other) > 1e-5) < 0.05
+    packed = on_mesh.tracker_state.reduction_basis["up"]
+    assert (packed.shape, packed.dtype, packed.sharding.spec[0]) == (
+        (8, 1),
+        jnp.uint8,
+        ("fsdp", "tp"),
+    )
+
+
 LIFTS = {
     "fira": lro.fira_lift(),
     "apollo": lro.apollo_lift(),
