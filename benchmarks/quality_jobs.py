@@ -27,6 +27,7 @@ EVERY_RANK = (
     "flora",
     "lora",
     "galore",
+    "galore scale=0.25",
     "random",
     "frozen",
     "fira",

@@ -49,7 +49,7 @@ def _first_moments(inner_state: Any, plan: Plan) -> dict[str, jax.Array]:
                     found.setdefault(path, value)
         return node
 
-    _moments.map_moments(note, inner_state)
+    _moments.map_moments(note, _moments.opened(inner_state))
     shapes = {plan.leaves[i].path: plan.leaves[i].core_shape for i in plan.targets}
     return {p: m for p, m in found.items() if shapes.get(p) == m.shape}
 

@@ -5,11 +5,10 @@ see no factored weight are bound as they are, with whatever they contain. Contro
 carries factored weights is rebuilt with the public functions of ``jax.lax``.
 
 This is the one file that knows the parameters of JAX's primitives. They are no stable
-interface: what changed between versions is handled here, and what is not recognised falls
-back to an exact, materialised weight.
+interface: what changed between versions is handled here (and in :mod:`lowrank_optax._jaxpr`), and
+what is not recognised falls back to an exact, materialised weight.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from jaxtyping import Array
 
 from lowrank_optax import _factored, _factored_rules
 from lowrank_optax._factored import Factored
+from lowrank_optax._jaxpr import bind, open_jaxpr
 
 # (path, primitive, whether it has a compact backward pass), for each use of a weight.
 Use = tuple[str, str, bool]
@@ -60,26 +60,17 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], report: R
         if any(isinstance(operand, Factored) for operand in operands):
             results = _apply(eqn, operands, report)
         else:
-            results = _bind(eqn, operands)
+            results = bind(eqn, operands)
         outputs = results if eqn.primitive.multiple_results else [results]
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def _bind(eqn: Any, operands: Sequence[Any]) -> Any:
-    params = eqn.primitive.get_bind_params(eqn.params)
-    functions: Sequence[Any] = ()
-    if not isinstance(params, dict):  # before JAX 0.10, the functions came apart
-        functions, params = params
-    with getattr(getattr(eqn, "ctx", None), "manager", contextlib.nullcontext()):
-        return eqn.primitive.bind(*functions, *operands, **params)
 
 
 def _apply(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
     rule = _RULES.get(eqn.primitive.name)
     results = NotImplemented if rule is None else rule(eqn, operands, report)
     if results is NotImplemented:
-        results = _bind(eqn, _materialised(operands, eqn.primitive.name, report))
+        results = bind(eqn, _materialised(operands, eqn.primitive.name, report))
     return results
 
 
@@ -93,17 +84,10 @@ def _materialised(operands: Sequence[Any], primitive: str, report: Report) -> li
     return arrays
 
 
-def _closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """The open jaxpr and the constants of a closed one, in old and new versions of JAX."""
-    if hasattr(jaxpr, "jaxpr"):
-        return jaxpr.jaxpr, jaxpr.consts
-    return jaxpr, getattr(jaxpr, "consts", ())
-
-
 def _as_arrays(jaxpr: Any, operands: Sequence[Any], report: Report) -> list[Any]:
     """Evaluates an inner jaxpr; weights that it returns are materialised."""
-    open_jaxpr, consts = _closed(jaxpr)
-    return _materialised(evaluate(open_jaxpr, consts, operands, report), "output", report)
+    inner, consts = open_jaxpr(jaxpr)
+    return _materialised(evaluate(inner, consts, operands, report), "output", report)
 
 
 # Products ----------------------------------------------------------------------------------
@@ -142,7 +126,7 @@ def _gather(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
 def _same_axes(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
     del report
     (weight,) = operands
-    return weight.with_weight(_bind(eqn, [weight.weight]))
+    return weight.with_weight(bind(eqn, [weight.weight]))
 
 
 @_rule("transpose")
@@ -150,7 +134,7 @@ def _transpose(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
     del report
     (weight,) = operands
     axes = tuple(weight.axes[i] for i in eqn.params["permutation"])
-    return weight.with_weight(_bind(eqn, [weight.weight]), axes)
+    return weight.with_weight(bind(eqn, [weight.weight]), axes)
 
 
 @_rule("reshape", "squeeze", "expand_dims")
@@ -219,9 +203,9 @@ def _jit(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
     if any("Unspecified" not in type(sharding).__name__ for sharding in shardings):
         return NotImplemented
     jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    open_jaxpr, consts = _closed(jaxpr)
+    inner, consts = open_jaxpr(jaxpr)
     # Inlined: the compiler would do so anyway, and a weight may come out factored.
-    return evaluate(open_jaxpr, consts, operands, report)
+    return evaluate(inner, consts, operands, report)
 
 
 @_rule("checkpoint", "remat2", "remat")

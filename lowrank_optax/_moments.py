@@ -54,12 +54,23 @@ def is_namedtuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
+def opened(state: Any) -> Any:
+    """An optimizer state with the moments that are stored in few bits in full."""
+
+    def is_stored(node: Any) -> bool:
+        return hasattr(node, "opened")
+
+    return jax.tree.map(
+        lambda node: node.opened() if is_stored(node) else node, state, is_leaf=is_stored
+    )
+
+
 def map_moments(fn: Callable[..., Any], state: Any, *rest: Any) -> Any:
     """Applies ``fn`` to every state NamedTuple that has moments, through any wrapper."""
     if hasattr(state, "opened"):
         # Moments in few bits, which are worked on in full.
-        moved = map_moments(fn, state.opened(), *(node.opened() for node in rest))
-        return state.closed(moved)
+        others = [node.opened() for node in rest]
+        return state.mapped(lambda opened: map_moments(fn, opened, *others))
     if is_namedtuple(state):
         roles = field_roles(state)
         moved = fn(state, *rest) if roles else state

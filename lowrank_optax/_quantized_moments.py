@@ -1,6 +1,6 @@
 """Moments in 8 or 16 bits, of any optimizer: ``quantized_moments``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from lowrank_optax import _moments, _target
+from lowrank_optax._jaxpr import OnDemand, dependencies
 from lowrank_optax._quantize import from_codes, to_bfloat16, to_codes
 
 
@@ -26,35 +27,109 @@ class QuantizedState(NamedTuple):
 
     def opened(self) -> Any:
         """The optimizer's state in float32."""
+        return jax.tree.map(_open_leaf, self.codes, self.scales)
 
-        def one(code, scale):
-            if code.dtype in (jnp.int8, jnp.uint8):
-                return from_codes(code, scale)
-            return code.astype(jnp.float32) if code.dtype == jnp.bfloat16 else code
-
-        return jax.tree.map(one, self.codes, self.scales)
-
-    def closed(self, opened: Any) -> "QuantizedState":
-        """This state with other values, stored as these are."""
-        dtypes = [code.dtype for code in jax.tree.leaves(self.codes)]
-        return _closed(opened, dtypes, self.quantized_count, 1)
+    def mapped(self, fn: Callable[[Any], Any]) -> "QuantizedState":
+        """This state with what ``fn`` makes of its values, opened one leaf at a time."""
+        return _in_turns(lambda opened: (None, fn(opened)), self, self.quantized_count, 1)[1]
 
 
-def _closed(opened: Any, dtypes: Sequence[Any], count: jax.Array, draw: int) -> QuantizedState:
+def _is_narrow(dtype: Any) -> bool:
+    return dtype in (jnp.int8, jnp.uint8, jnp.bfloat16)
+
+
+def _open_leaf(code: jax.Array, scale: jax.Array) -> jax.Array:
+    if code.dtype in (jnp.int8, jnp.uint8):
+        return from_codes(code, scale)
+    return code.astype(jnp.float32) if code.dtype == jnp.bfloat16 else code
+
+
+def _close_leaf(leaf: jax.Array, dtype: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if dtype in (jnp.int8, jnp.uint8):
+        return to_codes(leaf.astype(jnp.float32), jnp.dtype(dtype), key)
+    if dtype == jnp.bfloat16:
+        leaf = to_bfloat16(leaf.astype(jnp.float32), key)
+    return leaf, jnp.ones([], jnp.float32)
+
+
+def _rounding_key(count: jax.Array, draw: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), count), draw)
+
+
+def _closed(opened: Any, dtypes: Sequence[Any], count: jax.Array) -> QuantizedState:
     leaves, treedef = jax.tree.flatten(opened)
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), count), draw)
-    codes, scales = [], []
-    for number, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
-        scale = jnp.ones([], jnp.float32)
-        if dtype in (jnp.int8, jnp.uint8):
-            here = jax.random.fold_in(key, number)
-            leaf, scale = to_codes(leaf.astype(jnp.float32), jnp.dtype(dtype), here)
-        elif dtype == jnp.bfloat16:
-            leaf = to_bfloat16(leaf.astype(jnp.float32), jax.random.fold_in(key, number))
-        codes.append(leaf)
-        scales.append(scale)
-    unflatten = jax.tree.unflatten
-    return QuantizedState(count, unflatten(treedef, codes), unflatten(treedef, scales))
+    key = _rounding_key(count, 0)
+    pairs = [
+        _close_leaf(leaf, dtype, jax.random.fold_in(key, number))
+        for number, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True))
+    ]
+    codes, scales = (jax.tree.unflatten(treedef, part) for part in zip(*pairs, strict=True))
+    return QuantizedState(count, codes, scales)
+
+
+def _in_turns(
+    fn: Callable[[Any], tuple[Any, Any]], state: QuantizedState, count: jax.Array, draw: int
+) -> tuple[Any, QuantizedState]:
+    """Applies a function to the opened state, one weight's moments after the other's.
+
+    All moments opened at once would take more memory than the codes save.
+
+    Args:
+        fn: returns a tree of updates, or None, and another opened state.
+        state: the state.
+        count: the new state's count.
+        draw: which of the rounding's draws at this count.
+
+    Returns:
+        The updates and the new state.
+    """
+    codes, scales = jax.tree.leaves(state.codes), jax.tree.leaves(state.scales)
+    dtypes = [code.dtype for code in codes]
+    shapes = jax.eval_shape(QuantizedState.opened, state)
+    closed, results = jax.make_jaxpr(fn, return_shape=True)(shapes)
+    update_tree, state_tree = (jax.tree.structure(part) for part in results)
+    before: list[jax.Array] = []
+
+    def opener(number: int) -> Callable[[], jax.Array]:
+        def opened() -> jax.Array:
+            code, scale = codes[number], scales[number]
+            if before and _is_narrow(code.dtype):
+                # Not before the last turn is over.
+                code, scale, *_ = jax.lax.optimization_barrier((code, scale, *before))
+            return _open_leaf(code, scale)
+
+        return opened
+
+    narrow = sum(1 << number for number, dtype in enumerate(dtypes) if _is_narrow(dtype))
+    on_demand = OnDemand(closed, [opener(number) for number in range(len(codes))])
+    found: dict[int, jax.Array] = {}
+    key = _rounding_key(count, draw)
+    for numbers in _turns([bits & narrow for bits in dependencies(closed)]):
+        turn = dict(zip(numbers, on_demand(numbers), strict=True))
+        for number in numbers:
+            place = number - update_tree.num_leaves
+            if place >= 0:
+                here = jax.random.fold_in(key, place)
+                turn[number], scales[place] = _close_leaf(turn[number], dtypes[place], here)
+        found |= turn
+        before[:] = turn.values()
+    flat = [found[number] for number in sorted(found)]
+    updates = jax.tree.unflatten(update_tree, flat[: update_tree.num_leaves])
+    codes = jax.tree.unflatten(state_tree, flat[update_tree.num_leaves :])
+    return updates, QuantizedState(count, codes, jax.tree.unflatten(state_tree, scales))
+
+
+def _turns(needed: Sequence[int]) -> list[list[int]]:
+    """Groups of outputs that need no moment in common; ``needed`` are bits of those they need."""
+    turns: dict[int, list[int]] = {}
+    for number, bits in enumerate(needed):
+        # Outputs that need none are one group, of no bits.
+        shared = [group for group in turns if group & bits or group == bits]
+        members = [member for group in shared for member in turns.pop(group)]
+        for group in shared:
+            bits |= group
+        turns[bits] = sorted([*members, number])
+    return list(turns.values())
 
 
 def _roles(state: Any) -> list[Any]:
@@ -77,7 +152,8 @@ def quantized_moments(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keeps the moments of any optimizer in 8 or 16 bits between steps.
 
-    The optimizer itself computes in float32. Moments are found by the names of its state's fields,
+    The optimizer itself computes in float32, on one weight's moments after another's where its
+    equations allow that, so that they are never all there in float32. Moments are found by the names of its state's fields,
     as :func:`galore_project` finds them, which also carries them over to new bases:
     ``galore_project(quantized_moments(optax.adam(1e-3)))``.
 
@@ -132,12 +208,11 @@ def quantized_moments(
         state = inner.init(params)
         leaves = jax.tree.leaves(state)
         dtypes = [stored_dtype(*pair) for pair in zip(leaves, _roles(state), strict=True)]
-        return _closed(state, dtypes, jnp.zeros([], jnp.int32), 0)
+        return _closed(state, dtypes, jnp.zeros([], jnp.int32))
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        updates, opened = inner.update(updates, state.opened(), params, **extra_args)
         count: Any = optax.safe_increment(state.quantized_count)
-        dtypes = [code.dtype for code in jax.tree.leaves(state.codes)]
-        return updates, _closed(opened, dtypes, count, 0)
+        update = lambda opened: inner.update(updates, opened, params, **extra_args)  # noqa: E731
+        return _in_turns(update, state, count, 0)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -86,6 +86,19 @@ def test_ldadamw_is_its_parts_and_moves_everything():
     assert avals(start) == avals(one.update(gradients_at(gradients, 0), start, params)[1])
 
 
+def test_with_moments_in_few_bits():
+    params = {"w": normal(0, (32, 128))}
+    gradients = sequence(params, 4)
+
+    def updates_of(inner):
+        tx = lro.error_feedback(lro.galore_project(inner, lro.refresh_basis(4, 2)))
+        return np.asarray(run(relaxed(tx), params, gradients, apply=False)[0]["w"])
+
+    whole = updates_of(optax.adam(0.1))
+    few = updates_of(lro.quantized_moments(optax.adam(0.1), smallest=64))
+    assert np.linalg.norm(few - whole) < 0.15 * np.linalg.norm(whole)
+
+
 def gradients_at(tree, step):
     return jax.tree.map(lambda x: x[step], tree)
 

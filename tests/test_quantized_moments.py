@@ -6,7 +6,8 @@ import pytest
 
 import lowrank_optax as lro
 from lowrank_optax import _quantize
-from tests.helpers import avals, normal, relaxed, sequence
+from lowrank_optax._jaxpr import dependencies
+from tests.helpers import avals, normal, random_like, relaxed, sequence
 
 INT8, UINT8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)
 
@@ -109,6 +110,44 @@ def test_inside_a_subspace_optimizer(moments):
     )
     assert np.all(difference < 0.15), difference
     assert difference[0] == 0 or difference[0] < 1e-5
+
+
+def opened_after(inner):
+    """For each leaf whether its new moments wait for those of the others."""
+    tx = lro.quantized_moments(relaxed(inner), smallest=64)
+    params = {name: jnp.ones((8, 16)) for name in "abc"}
+    state = tx.init(params)
+
+    def codes_of(first, gradients):
+        codes = optax.tree.set(state.codes, mu=first)
+        _, new = tx.update(gradients, state._replace(codes=codes), params)
+        return optax.tree.get(new.codes, "mu")
+
+    found = dependencies(jax.make_jaxpr(codes_of)(optax.tree.get(state.codes, "mu"), params))
+    return [f"{bits & 0b111:03b}" for bits in found]
+
+
+def test_moments_are_opened_one_leaf_at_a_time():
+    # The second leaf is opened once the first is closed, and the third after both.
+    assert opened_after(optax.adam(1e-3)) == ["001", "011", "111"]
+    # What depends on gradients alone does not tie the leaves together, the norm of moments does.
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    assert opened_after(clipped) == ["001", "011", "111"]
+
+
+def test_moments_that_depend_on_all_others_are_right():
+    params = {name: normal(i, (8, 16)) for i, name in enumerate("abc")}
+    inner = relaxed(
+        optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0), optax.trace(0.9))
+    )
+    tx = lro.quantized_moments(inner, jnp.bfloat16, smallest=64)
+    state, expected = tx.init(params), inner.init(params)
+    for step in range(3):
+        gradients = random_like(params, step)
+        updates, state = tx.update(gradients, state, params)
+        wanted, expected = inner.update(gradients, expected, params)
+        for name in params:
+            np.testing.assert_allclose(updates[name], wanted[name], atol=2e-2)
 
 
 def test_bytes():

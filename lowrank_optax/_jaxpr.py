@@ -1,0 +1,83 @@
+"""Traced functions as lists of equations, which are evaluated one by one.
+
+What differs between versions of JAX in how an equation is bound again is handled here.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtyping import Array
+
+
+def bind(eqn: Any, operands: Sequence[Any]) -> Any:
+    """Runs one equation on other operands; a list of results if the primitive has several."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions: Sequence[Any] = ()
+    if not isinstance(params, dict):  # before JAX 0.10, the functions came apart
+        functions, params = params
+    with getattr(getattr(eqn, "ctx", None), "manager", contextlib.nullcontext()):
+        return eqn.primitive.bind(*functions, *operands, **params)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """The open jaxpr and the constants of a closed one, in old and new versions of JAX."""
+    if hasattr(jaxpr, "jaxpr"):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, getattr(jaxpr, "consts", ())
+
+
+def dependencies(closed: Any) -> list[int]:
+    """For each output of a function the inputs that it depends on, number i as bit ``1 << i``."""
+    jaxpr, _ = open_jaxpr(closed)
+    bits: dict[Any, int] = {variable: 1 << i for i, variable in enumerate(jaxpr.invars)}
+
+    def of(atoms: Sequence[Any]) -> int:
+        found = 0
+        for atom in atoms:
+            found |= 0 if hasattr(atom, "val") else bits.get(atom, 0)
+        return found
+
+    for eqn in jaxpr.eqns:
+        bits.update(dict.fromkeys(eqn.outvars, of(eqn.invars)))
+    return [of([atom]) for atom in jaxpr.outvars]
+
+
+class OnDemand:
+    """The outputs of a traced function, each computed when it is asked for, from what it needs.
+
+    Args:
+        closed: the function's closed jaxpr.
+        inputs: for each input a function that makes it, called when it is first needed.
+    """
+
+    def __init__(self, closed: Any, inputs: Sequence[Callable[[], Array]]):
+        jaxpr, consts = open_jaxpr(closed)
+        self._outputs = jaxpr.outvars
+        self._pending = list(jaxpr.eqns)
+        self._inputs = dict(zip(jaxpr.invars, inputs, strict=True))
+        self._values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+
+    def __call__(self, numbers: Sequence[int]) -> list[Any]:
+        """The outputs of these numbers."""
+        wanted = [self._outputs[number] for number in numbers]
+        needed = {atom for atom in wanted if not hasattr(atom, "val")}
+        now, later = [], []
+        for eqn in reversed(self._pending):
+            # What prints or checks has no outputs that anybody needs.
+            if needed.isdisjoint(eqn.outvars) and not eqn.effects:
+                later.append(eqn)
+            else:
+                now.append(eqn)
+                needed.update(atom for atom in eqn.invars if not hasattr(atom, "val"))
+        self._pending = later[::-1]
+        for variable in needed & self._inputs.keys():
+            self._values[variable] = self._inputs.pop(variable)()
+        for eqn in reversed(now):
+            results = bind(eqn, [self._read(atom) for atom in eqn.invars])
+            outputs = results if eqn.primitive.multiple_results else [results]
+            self._values.update(zip(eqn.outvars, outputs, strict=True))
+        return [self._read(atom) for atom in wanted]
+
+    def _read(self, atom: Any) -> Any:
+        return atom.val if hasattr(atom, "val") else self._values[atom]
