@@ -153,9 +153,9 @@ def quantized_moments(
     r"""Keeps the moments of any optimizer in 8 or 16 bits between steps.
 
     The optimizer itself computes in float32, on one weight's moments after another's where its
-    equations allow that, so that they are never all there in float32. Moments are found by the names of its state's fields,
-    as :func:`galore_project` finds them, which also carries them over to new bases:
-    ``galore_project(quantized_moments(optax.adam(1e-3)))``.
+    equations allow that, so that they are never all there in float32. Moments are found by the
+    names of its state's fields, as :func:`galore_project` finds them, which also carries them over
+    to new bases: ``galore_project(quantized_moments(optax.adam(1e-3)))``.
 
     An 8-bit moment has a logarithmic scale of 32 octaves below a power of two that each row (the
     last axis) has of its own: first moments a sign and 4 levels an octave, second moments 8 levels.
@@ -186,9 +186,10 @@ def quantized_moments(
         Dettmers et al., `8-bit Optimizers via Block-wise Quantization
         <https://arxiv.org/abs/2110.02861>`_, 2021
     """
-    dtype = jnp.dtype(dtype)
     choices = [jnp.dtype(d).name for d in (jnp.int8, jnp.bfloat16)]
-    _target.check_choice("quantized_moments: dtype", dtype.name, choices)
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    _target.check_choice("quantized_moments: dtype", name, choices)
+    dtype = jnp.dtype(dtype)
     if smallest < 64:
         raise ValueError(
             f"quantized_moments: smallest={smallest} must be at least 64: scales of smaller leaves "

@@ -33,13 +33,17 @@ def check_dtype(name: str, dtype: Any, *, integers: bool = False) -> jnp.dtype:
         integers: whether int8 and int4 will do.
 
     Raises:
+        TypeError: if it is no dtype.
         ValueError: if it cannot hold a basis.
     """
-    dtype = jnp.dtype(dtype)
+    fit = "a float, int8 or int4" if integers else "a float"
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{name}: dtype={dtype!r} is no dtype; use {fit}") from None
     if integers and dtype == jnp.int4:
         return PACKED
     if not (jnp.issubdtype(dtype, jnp.floating) or (integers and dtype == jnp.int8)):
-        fit = "a float, int8 or int4" if integers else "a float"
         raise ValueError(f"{name}: dtype={dtype.name} cannot hold a basis; use {fit}")
     return dtype
 

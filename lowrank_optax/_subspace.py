@@ -11,14 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowrank_optax import _gain, _metrics, _moments, _probe, _target, _tree
-from lowrank_optax._contract import explicit_spec, place_like, wide_dtype
+from lowrank_optax import _cores, _gain, _metrics, _moments, _probe, _target, _tree
+from lowrank_optax._contract import place_like, wide_dtype
 from lowrank_optax._extra_directions import sketched_products
 from lowrank_optax._lift import Lift, LiftInput, subspace_lift
 from lowrank_optax._nonlinearity import Nonlinearity
-from lowrank_optax._plan import LeafPlan, Plan
 from lowrank_optax._state import SubspaceState, TrackerState, find_states
-from lowrank_optax._view import Bases
 
 
 def _tracker_state(name: str, state: Any) -> TrackerState:
@@ -29,101 +27,6 @@ def _tracker_state(name: str, state: Any) -> TrackerState:
             f"transformation whose state holds {len(states)} trackers"
         )
     return states[0]
-
-
-def _zero_cores(plan: Plan, tracker: TrackerState, params: Any) -> Any:
-    """A tree like params with a zero core at each target, for the inner optimizer's init."""
-    leaves, treedef = _tree.flatten(params)
-    for index, basis in zip(plan.targets, tracker.encoders(), strict=True):
-        some = next(b for b in basis if b is not None)
-        leaf = plan.leaves[index]
-        assert leaf.view is not None
-        zeros = jnp.zeros(leaf.core_shape, wide_dtype(some))
-        leaves[index] = _stored(leaf, zeros, leaves[index])
-    return _tree.unflatten(treedef, leaves)
-
-
-def _stored(leaf: LeafPlan, core: jax.Array, like: Any) -> Any:
-    """A core as the inner optimizer keeps it: spread over devices, and boxed as its leaf is.
-
-    Args:
-        leaf: the plan of the target.
-        core: the core.
-        like: the target's leaf of params or updates.
-
-    Returns:
-        The core, in a box whose axis names are its own where ``like`` is boxed.
-    """
-    assert leaf.view is not None
-    core = leaf.view.place_core(core, leaf.sides, _tree.unbox(like), spreading=True)
-    return _tree.rebox_part(like, core, leaf.view.core_leaf_axes(leaf.sides), explicit_spec(core))
-
-
-def _store(plan: Plan, cores: Any, like: list[Any]) -> Any:
-    """A tree of cores as the inner optimizer keeps them."""
-    leaves, treedef = _tree.flatten(cores)
-    for index in plan.targets:
-        leaves[index] = _stored(plan.leaves[index], leaves[index], like[index])
-    return _tree.unflatten(treedef, leaves)
-
-
-def _gathered(leaf: LeafPlan, basis: Bases, like: Any) -> Bases:
-    """Bases where they are used, on their own side's mesh axes only: thin, and so cheap to move."""
-    assert leaf.view is not None
-    sides = {
-        side: leaf.view.place_basis(getattr(basis, side), side, _tree.unbox(like))
-        for side in leaf.sides
-    }
-    return Bases(**sides)
-
-
-def _all_gathered(plan: Plan, bases: list[Bases], like: list[Any]) -> list[Bases]:
-    pairs = zip(plan.targets, bases, strict=True)
-    return [_gathered(plan.leaves[index], basis, like[index]) for index, basis in pairs]
-
-
-def _core(leaf: LeafPlan, basis: Bases, array: Any) -> jax.Array:
-    """The core of one target: projected, or as the backward pass made it."""
-    assert leaf.view is not None
-    if not isinstance(array, _tree.Compact):
-        return leaf.view.project(array, basis)
-    if array.core.shape != leaf.core_shape:
-        raise ValueError(
-            f"{leaf.path!r}: got a compact gradient of shape {array.core.shape}, expected "
-            f"{leaf.core_shape}; compute gradients with the opt_state that you update"
-        )
-    return array.core
-
-
-def _encode(plan: Plan, bases: list[Bases], tree: Any) -> Any:
-    """A tree like ``tree`` with the core of each target in its place."""
-    leaves, treedef = _tree.flatten(tree)
-    plan.check_count(leaves, "updates or params")
-    for index, basis in zip(plan.targets, bases, strict=True):
-        leaves[index] = _core(plan.leaves[index], basis, _tree.unbox(leaves[index]))
-    return _tree.unflatten(treedef, leaves)
-
-
-def _bend(plan: Plan, nonlinearity: Nonlinearity, gradients: list[Any], cores: Any) -> Any:
-    """The tree of cores with the nonlinearity applied to that of each target."""
-    leaves, treedef = _tree.flatten(cores)
-    for index in plan.targets:
-        leaf, gradient = plan.leaves[index], gradients[index]
-        assert leaf.view is not None
-        if isinstance(gradient, _tree.Compact):
-            if nonlinearity.needs_gradient:
-                raise ValueError(
-                    f"{leaf.path!r}: nonlinearity={nonlinearity.name!r} needs the full gradient, "
-                    "got a compact one; use jax.value_and_grad in place of "
-                    "compact_value_and_grad, or another nonlinearity"
-                )
-            gradient = None
-        leaves[index] = nonlinearity.apply(leaf.view, leaf.sides, leaves[index], gradient)
-    return _tree.unflatten(treedef, leaves)
-
-
-def _arrays(tree: Any) -> list[Any]:
-    return [_tree.unbox(leaf) for leaf in _tree.flatten(tree)[0]]
 
 
 def _warn_of_signs(name: str, inner_state: Any) -> None:
@@ -186,7 +89,7 @@ def subspace_optimizer(
     def init_fn(params: Any) -> Any:
         tracker_state = track.init(params)
         tracker = _tracker_state(name, tracker_state)
-        cores = _zero_cores(tracker.plan, tracker, params)
+        cores = _cores.zero_cores(tracker.plan, tracker, params)
         chosen_lift.check_inner(optimizer, cores)
         inner_state = None if optimizer is None else optimizer.init(cores)
         if tracker.plan.targets and not chosen_lift.takes_signs:
@@ -213,10 +116,12 @@ def subspace_optimizer(
             unread = jax.tree.map(jnp.zeros_like, cores)
             updates, state = optimizer.update(cores, state, unread, **extra_args)
             return updates, none, state
-        core_params = _store(plan, _encode(plan, bases, params), _tree.flatten(params)[0])
+        core_params = _cores.store(
+            plan, _cores.encode(plan, bases, params), _tree.flatten(params)[0]
+        )
         coefficients = _probe.decay_coefficients(optimizer, state, cores, extra_args)
         updates, state = optimizer.update(cores, state, core_params, **extra_args)
-        pairs = zip(_arrays(coefficients), _arrays(core_params), strict=True)
+        pairs = zip(_cores.arrays(coefficients), _cores.arrays(core_params), strict=True)
         decay = [None if c is None else (c.reshape(()), core_param) for c, core_param in pairs]
         return updates, decay, state
 
@@ -245,7 +150,7 @@ def subspace_optimizer(
             core = leaf.view.place_core(cores[index], leaf.sides, weights[index])
             directions, extra = sketched[number]
             if directions is not None:
-                directions = _gathered(leaf, directions, weights[index])
+                directions = _cores.gathered(leaf, directions, weights[index])
                 extra = leaf.view.place_core(extra, leaf.sides, weights[index])
             inputs.append(
                 LiftInput(leaf.view, basis, core, update, gradient, gain, directions, extra)
@@ -290,17 +195,17 @@ def subspace_optimizer(
         tracker = _tracker_state(name, tracker_state)
         plan = tracker.plan
         like = _tree.flatten(updates if params is None else params)[0]
-        old = _all_gathered(plan, before.encoders(), like)
-        bases = _all_gathered(plan, tracker.encoders(), like)
+        old = _cores.all_gathered(plan, before.encoders(), like)
+        bases = _cores.all_gathered(plan, tracker.encoders(), like)
         decoders = bases
         if tracker.reduction_decoder is not None:
-            decoders = _all_gathered(plan, tracker.decoders(), like)
+            decoders = _cores.all_gathered(plan, tracker.decoders(), like)
         inner_args = {name: value for name, value in extra_args.items() if name != "bases"}
         # encode
-        gradients, encoded = _arrays(updates), _encode(plan, bases, updates)
+        gradients, encoded = _cores.arrays(updates), _cores.encode(plan, bases, updates)
         if nonlinearity is not None:
-            encoded = _bend(plan, nonlinearity, gradients, encoded)
-        cores = _store(plan, encoded, like)
+            encoded = _cores.bend(plan, nonlinearity, gradients, encoded)
+        cores = _cores.store(plan, encoded, like)
         # carry
         inner_state = state.inner_state
         if optimizer is not None and plan.targets:
@@ -315,13 +220,13 @@ def subspace_optimizer(
             )
         gains = [None] * len(plan.leaves)
         if chosen_lift.needs_gain and plan.targets:
-            gains = _arrays(_gain.gains(optimizer, inner_state, cores, inner_args))
+            gains = _cores.arrays(_gain.gains(optimizer, inner_state, cores, inner_args))
         # inner
         inner_updates, decay, inner_state = run_inner(
             cores, inner_state, params, plan, bases, inner_args
         )
         # lift
-        inner_leaves, weights = _arrays(inner_updates), [_tree.unbox(leaf) for leaf in like]
+        inner_leaves, weights = _cores.arrays(inner_updates), [_tree.unbox(leaf) for leaf in like]
         sketched = sketched_products(
             state.lift_state, plan, bases, gradients, before.tracker_count, extra_args.get("bases")
         )
@@ -329,7 +234,7 @@ def subspace_optimizer(
             plan,
             decoders,
             gradients,
-            _arrays(encoded),
+            _cores.arrays(encoded),
             inner_leaves,
             decay,
             gains,
@@ -339,7 +244,9 @@ def subspace_optimizer(
         )
         lifted |= scale_full_rank(plan, inner_leaves, decay)
 
-        fidelity = fidelity_of(plan, decoders, gradients, _arrays(encoded)) if metrics else None
+        fidelity = (
+            fidelity_of(plan, decoders, gradients, _cores.arrays(encoded)) if metrics else None
+        )
         boxes, treedef = _tree.flatten(updates)
         results = _tree.flatten(inner_updates)[0]
         for index, update in lifted.items():

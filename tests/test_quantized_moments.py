@@ -160,5 +160,7 @@ def test_bytes():
 def test_errors_name_the_argument():
     with pytest.raises(ValueError, match="dtype='float32'"):
         lro.quantized_moments(optax.adam(1e-3), jnp.float32)
+    with pytest.raises(ValueError, match="dtype='int9' is not one of 'int8', 'bfloat16'"):
+        lro.quantized_moments(optax.adam(1e-3), "int9")
     with pytest.raises(ValueError, match="smallest=1"):
         lro.quantized_moments(optax.adam(1e-3), smallest=1)

@@ -148,6 +148,8 @@ def test_compact_gradients_with_bases_in_few_bits(method, dtype, stored):
 def test_what_cannot_hold_a_basis_is_refused():
     with pytest.raises(ValueError, match="dtype=int32 cannot hold a basis"):
         lro.refresh_basis(2, dtype=jnp.int32)
+    with pytest.raises(TypeError, match="refresh_basis: dtype='int3' is no dtype; use a float"):
+        lro.refresh_basis(2, dtype="int3")
     odd = lro.refresh_basis(3, dtype=jnp.int4)
     with pytest.raises(ValueError, match=r"'kernel': rank 3 is odd.*use an even rank, 4 say"):
         odd.init({"kernel": jnp.ones((8, 16))})
