@@ -18,7 +18,8 @@ class QuantizedState(NamedTuple):
     Attributes:
         quantized_count: int32 scalar, updates so far.
         codes: the optimizer's state with its large moments in few bits.
-        scales: for each leaf of it the scales of its rows, or 1.
+        scales: for each leaf of it the scales of its rows; ``[1]`` in 16 bits, and the scalar 1
+            for leaves that are as the optimizer has them.
     """
 
     quantized_count: jax.Array
@@ -34,37 +35,27 @@ class QuantizedState(NamedTuple):
         return _in_turns(lambda opened: (None, fn(opened)), self, self.quantized_count, 1)[1]
 
 
-def _is_narrow(dtype: Any) -> bool:
-    return dtype in (jnp.int8, jnp.uint8, jnp.bfloat16)
+def _narrow_dtype(code: jax.Array, scale: jax.Array) -> Any:
+    """The dtype of a leaf in few bits; None for one as the optimizer has it, whatever that is."""
+    return code.dtype if scale.ndim else None
 
 
 def _open_leaf(code: jax.Array, scale: jax.Array) -> jax.Array:
-    if code.dtype in (jnp.int8, jnp.uint8):
-        return from_codes(code, scale)
-    return code.astype(jnp.float32) if code.dtype == jnp.bfloat16 else code
+    if _narrow_dtype(code, scale) is None:
+        return code
+    return code.astype(jnp.float32) if code.dtype == jnp.bfloat16 else from_codes(code, scale)
 
 
-def _close_leaf(leaf: jax.Array, dtype: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    if dtype in (jnp.int8, jnp.uint8):
-        return to_codes(leaf.astype(jnp.float32), jnp.dtype(dtype), key)
-    if dtype == jnp.bfloat16:
-        leaf = to_bfloat16(leaf.astype(jnp.float32), key)
-    return leaf, jnp.ones([], jnp.float32)
+def _close_leaf(leaf: jax.Array, narrow: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if narrow is None:
+        return leaf, jnp.ones([], jnp.float32)
+    if narrow == jnp.bfloat16:
+        return to_bfloat16(leaf.astype(jnp.float32), key), jnp.ones([1], jnp.float32)
+    return to_codes(leaf.astype(jnp.float32), jnp.dtype(narrow), key)
 
 
 def _rounding_key(count: jax.Array, draw: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), count), draw)
-
-
-def _closed(opened: Any, dtypes: Sequence[Any], count: jax.Array) -> QuantizedState:
-    leaves, treedef = jax.tree.flatten(opened)
-    key = _rounding_key(count, 0)
-    pairs = [
-        _close_leaf(leaf, dtype, jax.random.fold_in(key, number))
-        for number, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True))
-    ]
-    codes, scales = (jax.tree.unflatten(treedef, part) for part in zip(*pairs, strict=True))
-    return QuantizedState(count, codes, scales)
 
 
 def _in_turns(
@@ -84,7 +75,7 @@ def _in_turns(
         The updates and the new state.
     """
     codes, scales = jax.tree.leaves(state.codes), jax.tree.leaves(state.scales)
-    dtypes = [code.dtype for code in codes]
+    dtypes = [_narrow_dtype(*pair) for pair in zip(codes, scales, strict=True)]
     shapes = jax.eval_shape(QuantizedState.opened, state)
     closed, results = jax.make_jaxpr(fn, return_shape=True)(shapes)
     update_tree, state_tree = (jax.tree.structure(part) for part in results)
@@ -93,14 +84,14 @@ def _in_turns(
     def opener(number: int) -> Callable[[], jax.Array]:
         def opened() -> jax.Array:
             code, scale = codes[number], scales[number]
-            if before and _is_narrow(code.dtype):
+            if before and dtypes[number] is not None:
                 # Not before the last turn is over.
                 code, scale, *_ = jax.lax.optimization_barrier((code, scale, *before))
             return _open_leaf(code, scale)
 
         return opened
 
-    narrow = sum(1 << number for number, dtype in enumerate(dtypes) if _is_narrow(dtype))
+    narrow = sum(1 << number for number, dtype in enumerate(dtypes) if dtype is not None)
     on_demand = OnDemand(closed, [opener(number) for number in range(len(codes))])
     found: dict[int, jax.Array] = {}
     key = _rounding_key(count, draw)
@@ -197,19 +188,26 @@ def quantized_moments(
         )
     inner = optax.with_extra_args_support(optimizer)
 
-    def stored_dtype(leaf, role):
+    def narrow_dtype(leaf, role):
         moment = isinstance(role, str) and jnp.issubdtype(leaf.dtype, jnp.floating)
         if not moment or leaf.size < smallest:
-            return leaf.dtype
+            return None
         if dtype == jnp.bfloat16:
             return dtype
         return jnp.dtype(jnp.int8 if role == "first" else jnp.uint8)
 
     def init_fn(params: Any) -> Any:
         state = inner.init(params)
-        leaves = jax.tree.leaves(state)
-        dtypes = [stored_dtype(*pair) for pair in zip(leaves, _roles(state), strict=True)]
-        return _closed(state, dtypes, jnp.zeros([], jnp.int32))
+        leaves, treedef = jax.tree.flatten(state)
+        count, codes, scales = jnp.zeros([], jnp.int32), [], []
+        key = _rounding_key(count, 0)
+        for number, pair in enumerate(zip(leaves, _roles(state), strict=True)):
+            here = jax.random.fold_in(key, number)
+            code, scale = _close_leaf(pair[0], narrow_dtype(*pair), here)
+            codes.append(code)
+            scales.append(scale)
+        unflatten = jax.tree.unflatten
+        return QuantizedState(count, unflatten(treedef, codes), unflatten(treedef, scales))
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         count: Any = optax.safe_increment(state.quantized_count)

@@ -150,6 +150,36 @@ def test_moments_that_depend_on_all_others_are_right():
             np.testing.assert_allclose(updates[name], wanted[name], atol=2e-2)
 
 
+def test_an_optimizer_without_a_state():
+    params = {"w": jnp.ones((8, 16))}
+    tx = lro.quantized_moments(optax.sgd(0.5))
+    updates, state = tx.update(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], -0.5)
+    assert int(state.quantized_count) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4, jnp.bfloat16])
+def test_around_a_subspace_optimizer_it_leaves_bases_alone(dtype):
+    params = {"w": normal(0, (32, 128))}
+    tracker = lro.refresh_basis(8, 3, dtype=dtype)
+    inside = lro.galore_project(relaxed(optax.adam(0.1)), tracker)
+    tx = lro.quantized_moments(inside, smallest=64)
+    state, expected = tx.init(params), inside.init(params)
+    update = jax.jit(tx.update)
+    for step in range(4):
+        gradients = random_like(params, step)
+        updates, after = update(gradients, state, params)
+        assert avals(after) == avals(state)
+        wanted, expected = jax.jit(inside.update)(gradients, expected, params)
+        state = after
+        difference = np.linalg.norm(updates["w"] - wanted["w"])
+        assert difference < 0.2 * np.linalg.norm(wanted["w"])
+    left = state.codes.tracker_state.reduction_basis["w"]
+    right = expected.tracker_state.reduction_basis["w"]
+    assert left.dtype == right.dtype
+    assert float(jnp.mean(left == right)) > 0.95
+
+
 def test_bytes():
     params = {"w": jnp.zeros((64, 256)), "bias": jnp.zeros(256)}
     whole = lro.describe(optax.adam(1e-3), params).state_bytes
