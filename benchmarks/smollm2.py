@@ -45,11 +45,11 @@ SETTINGS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
     "lowrank_adamw": (("--optimizer", "lowrank", *_LOW_RANK), (1e-4, 3e-4, 1e-3)),
     "lowrank_adamw, scale=1": (
         ("--optimizer", "lowrank", "--scale", "1", *_LOW_RANK),
-        (3e-5, 1e-4, 3e-4),
+        (1e-4, 3e-4, 1e-3),
     ),
     "galore_adamw, scale=1": (
         ("--optimizer", "galore", "--scale", "1", *_LOW_RANK),
-        (3e-5, 1e-4, 3e-4),
+        (1e-4, 3e-4, 1e-3),
     ),
 }
 
