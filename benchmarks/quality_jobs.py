@@ -210,7 +210,6 @@ def pending(
             this one's grids where its own small stage tells none.
         tuning_seeds: with which the rate is chosen; the other seeds run at the best one alone.
     """
-    tuning = results if tuned is None else tuned
 
     def allowed(entry: Entry) -> bool:
         return not only or any(entry[0] == o or " ".join(entry).strip() == o for o in only)
@@ -222,19 +221,17 @@ def pending(
                 if key_of(stage, entry, rate, SEEDS[0]) not in results:
                     yield Job(stage, *entry, ((rate, SEEDS[0]),))
             continue
-        chosen = entries() if stage == "small" else leaders(tuning)
+        chosen = entries() if stage == "small" else leaders(results if tuned is None else tuned)
         for entry in filter(allowed, chosen):
             contender = CONTENDERS[entry[0]]
             if stage == "regularized" and not contender.decays:
                 continue
-            base, factors = contender.rate, GRID
-            if stage != "small" or tuned is not None:
-                found = None if stage == "small" else best_rate(results, "small", entry)
-                found = found or best_rate(tuning, "small", entry)
-                if found is not None:
-                    base, factors = found, NEIGHBOURS
-                elif stage != "small":
-                    continue
+            found = None if stage == "small" else best_rate(results, "small", entry)
+            if found is None and tuned is not None:
+                found = best_rate(tuned, "small", entry)
+            if found is None and stage != "small":
+                continue
+            base, factors = (contender.rate, GRID) if found is None else (found, NEIGHBOURS)
             grid, seeds = [base * factor for factor in factors], tuning_seeds
             rates = _next_rates(results, stage, entry, grid, seeds)
             if not rates and (best := best_rate(results, stage, entry, seeds)) is not None:

@@ -11,6 +11,7 @@ from lowrank_optax import _placement, _tree
 from lowrank_optax._placement import Names
 from lowrank_optax._plan import LeafPlan, Plan
 from lowrank_optax._state import SubspaceState, TrackerState, find_states
+from lowrank_optax._storage import packed_shape
 
 
 class _Placed(NamedTuple):
@@ -46,8 +47,7 @@ def _bases_of(leaf: LeafPlan, parameter: _Placed, mesh: Mapping[str, int]) -> di
 
 def _packed(basis: _Placed) -> _Placed:
     """A basis as it is placed in 4 bits: two columns in one, and these are on every device."""
-    *rows, rank = basis.shape
-    return basis._replace(shape=(*rows, rank // 2))
+    return basis._replace(shape=packed_shape(basis.shape))
 
 
 def _core_of(leaf: LeafPlan, parameter: _Placed, mesh: Mapping[str, int]) -> list[_Placed]:

@@ -104,6 +104,12 @@ def store(basis: Float[Array, "*rows r"], view: View, dtype: jnp.dtype) -> Array
     return _pack(codes) if dtype == PACKED else codes
 
 
+def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which a basis is stored in 4 bits; :func:`shape_of` undoes it."""
+    *rows, columns = shape
+    return (*rows, columns // 2)
+
+
 def shape_of(stored: Any) -> tuple[int, ...]:
     """The shape of a basis, from what is stored."""
     *rows, columns = stored.shape
