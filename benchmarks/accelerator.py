@@ -28,8 +28,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     from jax.sharding import Mesh
 
     import harness
-    from lowrank_optax import _abstract_step as abstract
-    from lowrank_optax import _model_shapes as shapes
+    from lowrank_optax._memory import decoder as abstract
+    from lowrank_optax._memory import models as shapes
     from quality_training import count_bytes, turn
 
     device = jax.devices()[0]

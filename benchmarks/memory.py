@@ -28,9 +28,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import harness
-from lowrank_optax import _aot
-from lowrank_optax._memory_parts import Setting
-from lowrank_optax._model_shapes import MODELS
+from lowrank_optax._memory import compiler
+from lowrank_optax._memory.models import MODELS
+from lowrank_optax._memory.parts import Setting
 
 CONTENDERS = ("adamw", "optax.contrib.galore", "galore", "matrix-free")
 
@@ -95,8 +95,8 @@ def cases(devices: list[str], jobs: list[str], layers: int | None) -> Iterator[d
 def answer(case: dict[str, Any], timeout: float) -> dict[str, Any]:
     """The compiler's figures for a case, or why there are none."""
     try:
-        return dataclasses.asdict(_aot.compile_step(case["target"], case["setting"], timeout))
-    except _aot.CompileError as error:
+        return dataclasses.asdict(compiler.compile_step(case["target"], case["setting"], timeout))
+    except compiler.CompileError as error:
         return {"error": str(error)}
 
 
@@ -112,7 +112,7 @@ def row(case: dict[str, Any], result: dict[str, Any]) -> list[str]:
     # Products in turns, by which the TPU compiler replaces gathers and scatters, permute.
     gathered, permuted = sums.get("all-gather", 0), sums.get("collective-permute", 0)
     peak = f"{result['peak'] / 1e9:.1f}"
-    fits = result["peak"] <= _aot.DEVICES[case["device"]].memory
+    fits = result["peak"] <= compiler.DEVICES[case["device"]].memory
     note = "" if fits else "more than the device has"
     moved = [f"{size / 1e9:.2f}" for size in (reduced, gathered, permuted)]
     return [*head, peak, *moved, f"{result['seconds']:.0f}", note]

@@ -23,8 +23,8 @@ import optax
 
 import decoder
 import harness
-from lowrank_optax import _subspace_methods as methods
-from lowrank_optax._view import REDUCTION, make_view
+from lowrank_optax._bases import find as methods
+from lowrank_optax._plan.view import REDUCTION, make_view
 
 Basis = jax.Array
 

@@ -6,7 +6,7 @@ decides. Put your own rules in front: ``targets=[("mlp/down", 64), *lro.targets.
 
 import re
 
-from lowrank_optax._target import ByDefault, OptionalPattern, Rank, TargetLike
+from lowrank_optax._plan.target import ByDefault, OptionalPattern, Rank, TargetLike
 
 Rules = list[tuple[str, TargetLike]]
 

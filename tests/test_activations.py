@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax import _tree
+from lowrank_optax._arrays import tree
 from tests.helpers import assert_orthonormal, normal
 
 RANK = 2
@@ -163,7 +163,7 @@ def test_an_unmodified_flax_model():
         return total(model.apply(params, ids))
 
     found = capture(loss_fn, params, data[1:], rank=3)
-    gradients = _tree.by_path(jax.grad(loss_fn)(params, data[0]))
+    gradients = tree.by_path(jax.grad(loss_fn)(params, data[0]))
     start = lro.refresh_basis(3, method="random").init(params)
     leaves = [start.plan.leaves[index] for index in start.plan.targets]
     assert sorted(found) == sorted(leaf.path for leaf in leaves)

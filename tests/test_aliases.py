@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax import _aliases
+from lowrank_optax._optimizers import adamw
 from tests.helpers import avals, normal, regression, relaxed, sequence, train, unchecked
 
 PARAMS = {"w": normal(0, (6, 10)), "bias": normal(1, (4,))}
@@ -123,7 +123,7 @@ def test_every_option_of_lowrank_adamw_arrives(monkeypatch):
         return lambda *args, **kwargs: calls.setdefault(name, (args, kwargs)) and name
 
     for name in ("refresh_basis", "sketched_residual_lift", "galore_project", "plain_adamw"):
-        monkeypatch.setattr(_aliases, name, record(name))
+        monkeypatch.setattr(adamw, name, record(name))
     asked = {name: object() for name in inspect.signature(lro.lowrank_adamw).parameters}
     assert unchecked(lro.lowrank_adamw)(**asked) == "galore_project"
     tracker = {name: asked[name] for name in ("side", "targets", "stagger", "seed")}
@@ -167,7 +167,7 @@ def test_every_option_of_logra_adamw_arrives(monkeypatch):
         return lambda *args, **kwargs: calls.setdefault(name, (args, kwargs)) and name
 
     for name in ("learn_basis", "logra_sketch", "plain_adamw"):
-        monkeypatch.setattr(_aliases, name, record(name))
+        monkeypatch.setattr(adamw, name, record(name))
     asked = {name: object() for name in inspect.signature(lro.logra_adamw).parameters}
     assert unchecked(lro.logra_adamw)(**asked) == "logra_sketch"
     tracker = {name: asked[name] for name in ("every", "tied", "normalize", "init", "side")}

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import lowrank_optax as lro
-from lowrank_optax import _tree
+from lowrank_optax._arrays import tree
 from tests.helpers import relaxed
 
 RANK = 3
@@ -41,7 +41,7 @@ def stored_bases(state):
 def project(state, grads):
     """The cores of full gradients by path."""
     plan, bases = state.tracker_state.plan, stored_bases(state).bases
-    full = _tree.by_path(grads)
+    full = tree.by_path(grads)
     leaves = {plan.leaves[i].path: plan.leaves[i] for i in plan.targets}
     return {path: leaves[path].view.project(full[path], bases[path]) for path in bases}
 
@@ -63,8 +63,8 @@ def assert_cores_match(
     got, compact_grads, _ = compact(params, state, *args)
     np.testing.assert_allclose(got, value, rtol=1e-6)
     expected = project(state, grads)
-    found = _tree.by_path(compact_grads)
-    for path, full in _tree.by_path(grads).items():
+    found = tree.by_path(compact_grads)
+    for path, full in tree.by_path(grads).items():
         if path in expected:
             assert isinstance(found[path], lro.Compact)
             error = jnp.linalg.norm(found[path].core - expected[path])
@@ -485,14 +485,14 @@ def test_directional_derivatives_are_finite_differences():
         plan = state.tracker_state.plan
         for index in plan.targets:
             leaf = plan.leaves[index]
-            core = _tree.by_path(grads)[leaf.path].core
+            core = tree.by_path(grads)[leaf.path].core
             direction = normal(index, *core.shape).astype(jnp.float64)
             step = 1e-6 * leaf.view.lift(direction, bases.bases[leaf.path])
             moved = [
-                two_layer_loss(_tree.with_leaves(params, {leaf.path: w}), x)
+                two_layer_loss(tree.with_leaves(params, {leaf.path: w}), x)
                 for w in (
-                    _tree.by_path(params)[leaf.path] + step,
-                    _tree.by_path(params)[leaf.path] - step,
+                    tree.by_path(params)[leaf.path] + step,
+                    tree.by_path(params)[leaf.path] - step,
                 )
             ]
             slope = (moved[0] - moved[1]) / 2e-6

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lowrank_optax._contract import REFRESH_PRECISION, contract, on_replicated
-from lowrank_optax._hlo import collectives
+from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract, on_replicated
+from lowrank_optax._memory.hlo import collectives
 
 
 def normal(*shape, seed=0):

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lowrank_optax._hlo import bytes_by_kind, collectives
+from lowrank_optax._memory.hlo import bytes_by_kind, collectives
 
 MESH = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 

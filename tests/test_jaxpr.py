@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_optax._jaxpr import OnDemand, dependencies
+from lowrank_optax._arrays.jaxpr import OnDemand, dependencies
 
 
 def three(a, b, c):

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import lowrank_optax as lro
-from lowrank_optax import _tree
-from lowrank_optax._layouts import Kind, layouts
-from lowrank_optax._plan import make_plan
+from lowrank_optax._arrays import tree
+from lowrank_optax._plan.layouts import Kind, layouts
+from lowrank_optax._plan.plan import make_plan
 
 L, D, H, K, F, V, T = 3, 16, 4, 8, 40, 96, 2  # layers, d, heads, head_dim, hidden, vocabulary
 E = 5  # experts
@@ -32,9 +32,9 @@ def read(shapes):
 
 
 def shapes_of(params):
-    paths, leaves, _ = _tree.flatten_with_paths(params)
+    paths, leaves, _ = tree.flatten_with_paths(params)
     return {
-        path: tuple(_tree.unbox(leaf).shape)
+        path: tuple(tree.unbox(leaf).shape)
         for path, leaf in zip(paths, leaves, strict=True)
         if leaf is not None
     }
@@ -42,9 +42,9 @@ def shapes_of(params):
 
 def check_ranks(grads, tokens):
     """The gradient of a linear layer has the rank of its inputs: if the view is right."""
-    paths, leaves, _ = _tree.flatten_with_paths(grads)
+    paths, leaves, _ = tree.flatten_with_paths(grads)
     arrays = {
-        path: np.asarray(_tree.unbox(leaf), np.float64)
+        path: np.asarray(tree.unbox(leaf), np.float64)
         for path, leaf in zip(paths, leaves, strict=True)
         if leaf is not None
     }

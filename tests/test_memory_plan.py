@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax import _aot, _memory_cli, _model_shapes
-from lowrank_optax._abstract_step import OPTIMIZERS, make_loss, make_optimizer, make_step
-from lowrank_optax._memory_parts import Setting, count_parts
+from lowrank_optax._memory import cli, compiler, models
+from lowrank_optax._memory.decoder import OPTIMIZERS, make_loss, make_optimizer, make_step
+from lowrank_optax._memory.parts import Setting, count_parts
 from tests.helpers import unchecked
 
 TINY = lro.ModelShape(2, 32, 48, 4, 2, 64, attention_bias=True, name="tiny")
@@ -49,14 +49,14 @@ def size(tree):
     ],
 )
 def test_models_have_the_published_number_of_parameters(name, billions):
-    params = _model_shapes.abstract_params(lro.memory_plan(name).setting.model)
+    params = models.abstract_params(lro.memory_plan(name).setting.model)
     assert sum(x.size for x in jax.tree.leaves(params)) == pytest.approx(billions * 1e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_counts_are_those_of_real_arrays(optimizer):
     setting = Setting(TINY, optimizer, 4, {}, "float32", length=16)
-    shapes = _model_shapes.abstract_params(TINY, jnp.float32)
+    shapes = models.abstract_params(TINY, jnp.float32)
     params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), shapes)
     mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     tx, compact = make_optimizer(optimizer, 4)
@@ -78,7 +78,7 @@ def test_counts_are_those_of_real_arrays(optimizer):
 
 def test_the_abstract_step_trains():
     mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    shapes = _model_shapes.abstract_params(TINY, jnp.float32)
+    shapes = models.abstract_params(TINY, jnp.float32)
     keys = iter(jax.random.split(jax.random.key(0), 40))
     params = jax.tree.map(lambda x: 0.1 * jax.random.normal(next(keys), x.shape), shapes)
     tx, compact = make_optimizer("adamw", 4)
@@ -201,26 +201,28 @@ def test_files_that_are_no_config(tmp_path):
 )
 def test_a_missing_compiler_names_the_install_line(target, package, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(_aot.CompileError, match=f'pip install "{package}"'):
+    with pytest.raises(compiler.CompileError, match=f'pip install "{package}"'):
         lro.memory_plan(TINY, rank=4, compiler=target)
 
 
 def test_command_line(capsys):
-    assert _memory_cli.main(["plan", "llama-7b", "--rank", "0.25", "--device", "v5e"]) == 0
+    assert cli.main(["plan", "llama-7b", "--rank", "0.25", "--device", "v5e"]) == 0
     out = capsys.readouterr().out
     assert "llama-7b, matrix-free, rank 0.25, 1 device" in out
     assert "moments" in out
     assert "Does not fit" in out
-    assert _memory_cli.main(["plan", "lama"]) == 2
+    assert cli.main(["plan", "lama"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("lowrank-optax: error: model 'lama' is none of tinyllama-1.1b")
     assert captured.err.count("\n") == 1
     with pytest.raises(SystemExit):
-        _memory_cli.main([])
+        cli.main([])
 
 
 def test_a_compiled_plan_is_printed():
-    compiled = _aot.CompiledMemory(10**9, 10**8, 9 * 10**8, {"all-reduce": 10**6}, 1.0, 8 * 10**8)
+    compiled = compiler.CompiledMemory(
+        10**9, 10**8, 9 * 10**8, {"all-reduce": 10**6}, 1.0, 8 * 10**8
+    )
     text = str(dataclasses.replace(lro.memory_plan(TINY, rank=4), compiled=compiled))
     assert "peak by the compiler" in text
     assert "1.00 GB" in text
@@ -233,8 +235,8 @@ def test_a_compiled_plan_is_printed():
 @pytest.mark.parametrize("optimizer", ["adamw", "galore", "matrix-free"])
 def test_arithmetic_and_compiler_agree(target, optimizer):
     try:
-        _aot.check_installed(target)
-    except _aot.CompileError as error:
+        compiler.check_installed(target)
+    except compiler.CompileError as error:
         pytest.skip(str(error))
     model = lro.ModelShape(4, 2048, 5632, 16, 16, 4096, name="four layers")
     plan = lro.memory_plan(model, optimizer, length=1024, compiler=target)

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax import _metrics, _nonlinearity, _subspace
+from lowrank_optax._subspace import metrics, nonlinearity, optimizer
 from tests.helpers import (
     LAYOUTS,
     as_matrix,
@@ -94,7 +94,7 @@ def test_worst_and_layer_snr_min_and_its_leaf(steps):
     assert len(set(snr.values())) == len(snr)
     assert report.layer_snr_min_leaf == worst
     assert float(report.layer_snr_min) == snr[worst] == float(report.worst.effective_snr)
-    for field in _metrics.Fidelity._fields:
+    for field in metrics.Fidelity._fields:
         values = [float(getattr(leaf, field)) for leaf in report.leaves.values()]
         pick = max if field in ("distortion", "sign_flip_rate") else min
         assert float(getattr(report.worst, field)) == pick(values)
@@ -115,7 +115,7 @@ def test_nan_before_the_first_update(steps):
 
 def test_prints_a_table(steps):
     lines = str(lro.metrics(steps[1][1])).splitlines()
-    assert lines[0].split() == ["leaf", *_metrics.Fidelity._fields, "refreshes"]
+    assert lines[0].split() == ["leaf", *metrics.Fidelity._fields, "refreshes"]
     assert [line.split()[0] for line in lines[1:]] == sorted(SIDES)
 
 
@@ -184,8 +184,8 @@ def test_nothing_is_lost_where_the_gradient_has_the_rank():
 def test_fidelity_is_finite_and_free_of_units(scale):
     g, a, c = normal(0, (6, 10)), normal(1, (6, 10)), normal(2, (2, 10))
     with jax.numpy_dtype_promotion("standard"):
-        got = _metrics.fidelity(scale * g, scale * c, scale * a)
-        expected = _metrics.fidelity(g, c, a)
+        got = metrics.fidelity(scale * g, scale * c, scale * a)
+        expected = metrics.fidelity(g, c, a)
     assert np.isfinite(np.asarray(got)).all()
     if scale:
         np.testing.assert_allclose(got, expected, rtol=1e-4)
@@ -196,10 +196,10 @@ def test_fidelity_is_finite_and_free_of_units(scale):
 
 def test_exact_approximation_has_the_largest_snr_and_no_nan():
     g = normal(0, (6, 10))
-    got = _metrics.fidelity(g, g, g)
+    got = metrics.fidelity(g, g, g)
     assert float(got.effective_snr) == pytest.approx(1e7)
     assert float(got.distortion) == 0
-    lost = _metrics.fidelity(g, jnp.zeros((2, 10)), jnp.zeros((6, 10)))
+    lost = metrics.fidelity(g, jnp.zeros((2, 10)), jnp.zeros((6, 10)))
     assert np.isfinite(np.asarray(lost)).all()
     assert float(lost.effective_snr) == 0
     assert float(lost.distortion) == pytest.approx(1)
@@ -223,7 +223,7 @@ def test_a_sketch_that_is_longer_than_its_gradient_can_be_the_worst():
     def doubling(view, sides, core, gradient):
         return jnp.where(gradient[0, 0] == params["long"][0, 0], 4 * core, core)
 
-    tx = _subspace.subspace_optimizer(
+    tx = optimizer.subspace_optimizer(
         "a test",
         None,
         lro.refresh_basis(2),
@@ -231,7 +231,7 @@ def test_a_sketch_that_is_longer_than_its_gradient_can_be_the_worst():
         lift=None,
         moments="keep",
         metrics=True,
-        nonlinearity=_nonlinearity.Nonlinearity("doubling", doubling, needs_gradient=True),
+        nonlinearity=nonlinearity.Nonlinearity("doubling", doubling, needs_gradient=True),
     )
     _, state = tx.update(params, tx.init(params))
     report = lro.metrics(state)

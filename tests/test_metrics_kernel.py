@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowrank_optax._metrics import Fidelity, fidelity
+from lowrank_optax._subspace.metrics import Fidelity, fidelity
 
 RNG = np.random.default_rng(0)
 G = RNG.normal(size=(20, 30))

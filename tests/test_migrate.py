@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 import lowrank_optax as lro
-from lowrank_optax import _migrate_bases, _reencode
-from lowrank_optax._plan import LeafPlan
-from lowrank_optax._view import Bases, make_view
+from lowrank_optax._migrate import reencode
+from lowrank_optax._migrate.bases import resize
+from lowrank_optax._plan.plan import LeafPlan
+from lowrank_optax._plan.view import Bases, make_view
 from tests.helpers import (
     as_matrix,
     assert_orthonormal,
@@ -380,7 +381,7 @@ def test_second_moments_are_positive_and_bound_the_next_step(old, new):
     v = m**2 + rng.uniform(0.01, 1.0, size=shape)
     roles = (("mu", "first"), ("nu", "second"))
     moments = {"mu": jnp.asarray(m, jnp.float32), "nu": jnp.asarray(v, jnp.float32)}
-    moved = _reencode.reencode(
+    moved = reencode.reencode(
         old, new, nested, roles, bases(old), bases(new), moments, jnp.ones([])
     )
     assert moved["nu"].shape == ((12, 16) if new is None else new.core_shape)
@@ -395,7 +396,7 @@ def test_second_moment_of_a_core_against_the_truth():
     spread = rng.uniform(0.1, 1.0, size=(12, 16))
     p = np.linalg.qr(np.concatenate([np.ones((12, 1)), rng.normal(size=(12, 3))], axis=1))[0]
     roles = (("mu", "first"), ("nu", "second"))
-    moved = _reencode.reencode(
+    moved = reencode.reencode(
         None,
         space(4),
         False,
@@ -438,7 +439,7 @@ def test_resized_basis(rank, columns, batch):
         basis[..., :2] = start[..., -2:]
         basis = np.linalg.qr(basis)[0]
     basis, start = jnp.asarray(basis, jnp.float32), jnp.asarray(start, jnp.float32)
-    result = np.asarray(_migrate_bases.resize(basis, start, len(batch)))
+    result = np.asarray(resize(basis, start, len(batch)))
     kept = min(rank, columns)
     np.testing.assert_array_equal(result[..., :kept], basis[..., :kept])
     assert_orthonormal(result)

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax import _moments, _tree
+from lowrank_optax._arrays import tree
+from lowrank_optax._inner import carry as _moments
 from tests.helpers import LAYOUTS, layout, lift, normal, random_like, relaxed, swap
 
 NAMES = ("wide", "tall", "square", "out", "stack")
@@ -275,8 +276,8 @@ def check_rotated(problem, before, after, steps=3, b1=B1, b2=B2):
     """Checks every mu and nu of two states, wherever they are."""
     seen = set()
     for node, moved in zip(nodes(before), nodes(after), strict=True):
-        mu, nu = _tree.by_path(node.mu), _tree.by_path(node.nu)
-        new_mu, new_nu = _tree.by_path(moved.mu), _tree.by_path(moved.nu)
+        mu, nu = tree.by_path(node.mu), tree.by_path(node.nu)
+        new_mu, new_nu = tree.by_path(moved.mu), tree.by_path(moved.nu)
         for name in set(mu) & set(NAMES):
             seen.add(name)
             np.testing.assert_allclose(
@@ -396,7 +397,7 @@ def test_what_has_another_shape_than_a_core_is_kept(make):
     state = problem.warm(inner)
     after = problem.carry(inner, state)
     changed = []
-    paths, befores, _ = _tree.flatten_with_paths(state)
+    paths, befores, _ = tree.flatten_with_paths(state)
     for path, before, now in zip(paths, befores, jax.tree.leaves(after), strict=True):
         if not np.array_equal(before, now):
             name = path.rsplit("/", 1)[1]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_optax._orthonormalize import gram, orthonormalize, whiten
+from lowrank_optax._arrays.orthonormal import gram, orthonormalize, whiten
 
 # (batch axes, side axes, rank): plain, batched, several side axes, square, one short of square.
 SHAPES = [

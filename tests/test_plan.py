@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax._plan import LeafPlan, Plan, make_plan
-from lowrank_optax._target import Target
-from lowrank_optax._view import Bases, make_view
+from lowrank_optax._plan.plan import LeafPlan, Plan, make_plan
+from lowrank_optax._plan.target import Target
+from lowrank_optax._plan.view import Bases, make_view
 
 PARAMS = {"bias": jnp.zeros(24), "down": jnp.zeros((24, 16)), "up": jnp.zeros((16, 24))}
 

@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from lowrank_optax import _probe
+from lowrank_optax._inner import probe
 from tests.helpers import normal, random_like, relaxed
 
 CORES = {"w": normal(0, (2, 10)), "stack": normal(1, (3, 2, 4)), "bias": normal(2, (5,))}
@@ -20,7 +20,7 @@ def after_steps(inner, steps):
 
 def test_probes_keep_structure_axes_and_dtype():
     cores = {"a": jnp.zeros((3, 4), jnp.bfloat16), "none": None, "masked": optax.MaskedNode()}
-    made = _probe.probes(cores, 0.5)
+    made = probe.probes(cores, 0.5)
     assert jax.tree.structure(made) == jax.tree.structure(cores)
     assert made["a"].shape == (1, 1)
     assert made["a"].dtype == jnp.bfloat16
@@ -66,7 +66,7 @@ NO_BIAS = {"w": True, "stack": True, "bias": False}
 )
 def test_decay_coefficients(inner, expected):
     inner, state = after_steps(relaxed(inner()), 3)
-    coefficients = _probe.decay_coefficients(inner, state, CORES, {})
+    coefficients = probe.decay_coefficients(inner, state, CORES, {})
     assert jax.tree.structure(coefficients) == jax.tree.structure(CORES)
     for name, value in expected.items():
         assert float(coefficients[name].reshape(())) == pytest.approx(value, abs=1e-7), name
@@ -75,7 +75,7 @@ def test_decay_coefficients(inner, expected):
 def test_momentum_does_not_leak_into_decay_coefficients():
     inner, state = after_steps(relaxed(optax.adamw(0.1, weight_decay=0.5)), 5)
     assert np.abs(np.asarray(optax.tree.get(state, "mu")["bias"])).max() > 0
-    coefficients = _probe.decay_coefficients(inner, state, CORES, {})
+    coefficients = probe.decay_coefficients(inner, state, CORES, {})
     assert float(coefficients["bias"][0]) == pytest.approx(-0.05, abs=1e-7)
 
 
@@ -86,7 +86,7 @@ def test_one_element_leaves_have_no_history_in_a_probe_either():
     state = inner.init(cores)
     for _ in range(3):
         _, state = inner.update(cores, state, cores)
-    coefficients = _probe.decay_coefficients(inner, state, cores, {})
+    coefficients = probe.decay_coefficients(inner, state, cores, {})
     assert float(coefficients["scalar"][0]) == pytest.approx(-0.05, abs=1e-7)
 
 
@@ -104,10 +104,10 @@ def test_one_element_leaves_have_no_history_in_a_probe_either():
 )
 def test_reads_params(inner, reads):
     inner, state = after_steps(relaxed(inner()), 0)
-    assert _probe.reads_params(inner, state, CORES, {}) == reads
+    assert probe.reads_params(inner, state, CORES, {}) == reads
     # Under a trace too, where cores and state are tracers.
     seen = []
-    jax.jit(lambda c, s: seen.append(_probe.reads_params(inner, s, c, {})))(CORES, state)
+    jax.jit(lambda c, s: seen.append(probe.reads_params(inner, s, c, {})))(CORES, state)
     assert seen == [reads]
 
 
@@ -126,7 +126,7 @@ def test_reads_params(inner, reads):
 )
 def test_decay_rates(inner, fields):
     inner, state = after_steps(relaxed(inner()), 3)
-    one, two = _probe.decay_rates(inner, state, CORES, {})
+    one, two = probe.decay_rates(inner, state, CORES, {})
     assert jax.tree.structure(one) == jax.tree.structure(state)
     for field, rate in fields.items():
         first, second = (optax.tree.get(s, field)["w"] for s in (one, two))
@@ -140,6 +140,6 @@ def test_extra_arguments_reach_a_probed_optimizer():
         return jax.tree.map(lambda u, p: u - factor * p, updates, params), state
 
     inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
-    coefficients = _probe.decay_coefficients(inner, optax.EmptyState(), CORES, {"factor": 0.25})
+    coefficients = probe.decay_coefficients(inner, optax.EmptyState(), CORES, {"factor": 0.25})
     assert float(coefficients["w"][0, 0]) == -0.25
-    assert _probe.reads_params(inner, optax.EmptyState(), CORES, {"factor": 0.25})
+    assert probe.reads_params(inner, optax.EmptyState(), CORES, {"factor": 0.25})

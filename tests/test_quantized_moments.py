@@ -5,8 +5,8 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax import _quantize
-from lowrank_optax._jaxpr import dependencies
+from lowrank_optax._arrays import rounding
+from lowrank_optax._arrays.jaxpr import dependencies
 from tests.helpers import avals, normal, random_like, relaxed, sequence
 
 INT8, UINT8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)
@@ -22,13 +22,13 @@ def spread(seed, shape):
 def test_codes_are_close_and_encode_as_themselves(dtype, error):
     x = spread(0, (4, 500))
     x = jnp.abs(x) if dtype == UINT8 else x
-    codes, scale = _quantize.to_codes(x, dtype, jax.random.key(0))
+    codes, scale = rounding.to_codes(x, dtype, jax.random.key(0))
     assert (codes.dtype, codes.shape, scale.shape) == (dtype, x.shape, (4, 1))
-    back = _quantize.from_codes(codes, scale)
+    back = rounding.from_codes(codes, scale)
     kept = np.abs(x) > np.max(np.abs(x), -1, keepdims=True) * 2.0**-30
     np.testing.assert_allclose(np.asarray(back)[kept], np.asarray(x)[kept], rtol=error)
     np.testing.assert_array_equal(back[:, 0], 0)
-    again, same = _quantize.to_codes(back, dtype, jax.random.key(1))
+    again, same = rounding.to_codes(back, dtype, jax.random.key(1))
     assert np.mean(np.asarray(again) != np.asarray(codes)) < 0.01
     np.testing.assert_array_equal(same, scale)
 
@@ -39,8 +39,8 @@ def test_rounding_is_right_on_average(kind):
 
     def once(key):
         if kind == "bfloat16":
-            return _quantize.to_bfloat16(x, key).astype(jnp.float32)
-        return _quantize.from_codes(*_quantize.to_codes(x, jnp.dtype(kind), key))
+            return rounding.to_bfloat16(x, key).astype(jnp.float32)
+        return rounding.from_codes(*rounding.to_codes(x, jnp.dtype(kind), key))
 
     draws = np.asarray(jax.vmap(once)(jax.random.split(jax.random.key(0), 4000)), np.float64)
     noise = draws.std(0) / np.sqrt(len(draws))
@@ -50,10 +50,10 @@ def test_rounding_is_right_on_average(kind):
 
 def test_what_is_not_finite_stays_so():
     x = normal(0, (3, 64)).at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf)
-    back = _quantize.from_codes(*_quantize.to_codes(x, INT8, jax.random.key(0)))
+    back = rounding.from_codes(*rounding.to_codes(x, INT8, jax.random.key(0)))
     assert not np.any(np.isfinite(back[:2]))
     assert np.all(np.isfinite(back[2]))
-    half = _quantize.to_bfloat16(x, jax.random.key(0))
+    half = rounding.to_bfloat16(x, jax.random.key(0))
     assert np.isnan(half[0, 3])
     assert np.isinf(half[1, 5])
 

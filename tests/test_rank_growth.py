@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax import _rank_growth
+from lowrank_optax._ranks.growth import principal_angle
 from tests.helpers import normal, relaxed
 
 PARAMS = {"a": normal(0, (8, 12)), "s": normal(1, (2, 10, 8)), "b": jnp.ones(5)}
@@ -87,10 +87,10 @@ def test_principal_angle_between_successive_bases():
 def test_the_angle_does_not_see_signs_or_order():
     basis = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 9, 4)))[0]
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(4, 4)))[0]
-    assert _rank_growth.principal_angle(basis, -basis @ turn) < 1e-3
-    assert _rank_growth.principal_angle(basis, basis[..., :2]) < 1e-3
+    assert principal_angle(basis, -basis @ turn) < 1e-3
+    assert principal_angle(basis, basis[..., :2]) < 1e-3
     outside = np.linalg.svd(basis)[0][..., 4:8]
-    assert _rank_growth.principal_angle(basis, outside) == pytest.approx(90)
+    assert principal_angle(basis, outside) == pytest.approx(90)
 
 
 def test_the_table_keeps_views_and_sides_of_all_targets_in_any_wrapper():

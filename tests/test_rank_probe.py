@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax import _spectrum
+from lowrank_optax._ranks.spectrum import METRICS, needed_ranks
 from tests.helpers import as_matrix, layout, normal, unchecked
 
 BATCHES = 4
@@ -78,11 +78,11 @@ def test_against_numpy(name, side, metric, mode):
 @hypothesis.given(
     st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=8),
     st.floats(0.01, 1.0),
-    st.sampled_from(_spectrum.METRICS),
+    st.sampled_from(METRICS),
 )
 def test_needed_rank_is_the_smallest_that_suffices(values, share, metric):
     spectrum = np.sort(np.asarray(values))[::-1]
-    rank = int(_spectrum.needed_ranks(spectrum, share, metric))
+    rank = int(needed_ranks(spectrum, share, metric))
     weights = spectrum ** (2 if metric == "energy" else 1)
     assert 1 <= rank <= len(values)
     assert weights[:rank].sum() >= share * weights.sum() * (1 - 1e-9)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import lowrank_optax as lro
-from lowrank_optax import _tree
+from lowrank_optax._arrays import tree
 from tests.helpers import normal, relaxed
 
 RANK = 4
@@ -84,7 +84,7 @@ def entries(state, field):
     """The leaves of every tree in a state that is a field of this name, by parameter."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        parts = _tree.path_name(path).split("/")
+        parts = tree.path_name(path).split("/")
         if field in parts and parts[-1] in SHAPES:
             found[parts[-1]] = leaf
     return found

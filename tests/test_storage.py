@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 
 import lowrank_optax as lro
-from lowrank_optax import _storage
-from lowrank_optax._view import Bases, make_view
+from lowrank_optax._bases import storage
+from lowrank_optax._plan.view import Bases, make_view
 from tests.helpers import avals, normal, regression, relaxed, train
 
 VIEW = make_view((3, 40, 60), 1, 2)
@@ -23,19 +23,19 @@ def basis():
 
 @pytest.mark.parametrize(
     ("dtype", "error"),
-    [(jnp.float32, 1e-7), (jnp.bfloat16, 4e-3), (jnp.int8, 1.5e-2), (_storage.PACKED, 0.13)],
+    [(jnp.float32, 1e-7), (jnp.bfloat16, 4e-3), (jnp.int8, 1.5e-2), (storage.PACKED, 0.13)],
 )
 def test_a_basis_survives_storage(dtype, error):
-    stored = _storage.store(basis(), VIEW, jnp.dtype(dtype))
+    stored = storage.store(basis(), VIEW, jnp.dtype(dtype))
     assert stored.dtype == dtype
-    assert _storage.shape_of(stored) == basis().shape
+    assert storage.shape_of(stored) == basis().shape
     assert stored.nbytes == basis().nbytes // 4 * jnp.dtype(dtype).itemsize // (
-        2 if dtype == _storage.PACKED else 1
+        2 if dtype == storage.PACKED else 1
     )
-    back = _storage.read(stored, VIEW).astype(jnp.float32)
+    back = storage.read(stored, VIEW).astype(jnp.float32)
     assert float(jnp.max(jnp.linalg.norm(back - basis(), axis=1))) < error
     # Storing what was read changes nothing any more.
-    again = _storage.store(_storage.read(stored, VIEW), VIEW, jnp.dtype(dtype))
+    again = storage.store(storage.read(stored, VIEW), VIEW, jnp.dtype(dtype))
     np.testing.assert_array_equal(again, stored)
     if not jnp.issubdtype(dtype, jnp.floating):
         np.testing.assert_allclose(jnp.linalg.norm(back, axis=1), 1.0, rtol=1e-5)
@@ -49,10 +49,10 @@ def test_a_basis_survives_storage(dtype, error):
     )
 )
 def test_what_is_packed_comes_back(codes):
-    packed = _storage._pack(jnp.asarray(codes))
+    packed = storage._pack(jnp.asarray(codes))
     assert packed.shape == (codes.shape[0], codes.shape[1] // 2)
     assert packed.dtype == jnp.uint8
-    np.testing.assert_array_equal(_storage._unpack(packed), codes)
+    np.testing.assert_array_equal(storage._unpack(packed), codes)
 
 
 def test_4_bits_keep_directions_of_any_distribution():
@@ -66,7 +66,7 @@ def test_4_bits_keep_directions_of_any_distribution():
     }
     matrix = jnp.stack([x / jnp.linalg.norm(x) for x in columns.values()], axis=-1)
     view = make_view((rows, rows), 0, 1)
-    back = _storage.read(_storage.store(matrix, view, _storage.PACKED), view)
+    back = storage.read(storage.store(matrix, view, storage.PACKED), view)
     cosines = dict(zip(columns, jnp.sum(back * matrix, axis=0).tolist(), strict=True))
     assert cosines["normal"] > 0.991
     assert cosines["one entry"] > 0.9999
@@ -77,10 +77,10 @@ def test_4_bits_keep_directions_of_any_distribution():
 
 def test_both_sides_keep_their_places():
     pair = Bases(None, basis())
-    stored = _storage.store_all(pair, VIEW, Bases(None, basis().astype(jnp.int8)))
+    stored = storage.store_all(pair, VIEW, Bases(None, basis().astype(jnp.int8)))
     assert stored.reduction is None
     assert stored.output.dtype == jnp.int8
-    assert _storage.read_all(stored, VIEW).output.dtype == jnp.float32
+    assert storage.read_all(stored, VIEW).output.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowrank_optax import _subspace_methods as methods
-from lowrank_optax._view import OUTPUT, REDUCTION, Bases, make_view
+from lowrank_optax._bases import find as methods
+from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases, make_view
 
 VIEWS = {
     "wide": make_view((24, 40), 0, 1),

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import lowrank_optax as lro
-from lowrank_optax import _tree
+from lowrank_optax._arrays.tree import flatten_with_paths
 from tests.helpers import (
     assert_orthonormal,
     at,
@@ -393,7 +393,7 @@ def test_nnx_optimizer_variable_paths():
     model = Layer(nnx.Rngs(0))
     variables = nnx.state(model, nnx.Param)
     arrays = nnx.as_pure(variables)
-    names = [_tree.flatten_with_paths(tree)[0] for tree in (variables, arrays)]
+    names = [flatten_with_paths(tree)[0] for tree in (variables, arrays)]
     assert names == [["proj/kernel"], ["proj/kernel"]]
     tx = adamw(targets=[("^proj/kernel$", 2)])
     state = tx.init(variables)

@@ -13,7 +13,18 @@ import pytest
 from flax import nnx
 
 import lowrank_optax as lro
-from lowrank_optax import _tree
+from lowrank_optax._arrays.tree import (
+    by_path,
+    flatten,
+    flatten_with_paths,
+    is_box,
+    map_sharing,
+    rebox,
+    sparse_tree,
+    unbox,
+    unflatten,
+    with_leaves,
+)
 
 X = jnp.ones((2, 3))
 
@@ -36,7 +47,7 @@ class Module(eqx.Module):
 
 
 def names(tree):
-    return _tree.flatten_with_paths(tree)[0]
+    return flatten_with_paths(tree)[0]
 
 
 @pytest.mark.parametrize(
@@ -74,28 +85,28 @@ def boxes():
 @pytest.mark.parametrize("name", boxes())
 def test_boxes(name):
     box = boxes()[name]
-    assert _tree.is_box(box)
-    np.testing.assert_array_equal(_tree.unbox(box), X)
-    assert isinstance(_tree.unbox(box), jax.Array)
+    assert is_box(box)
+    np.testing.assert_array_equal(unbox(box), X)
+    assert isinstance(unbox(box), jax.Array)
     # A box is one leaf with the name of its place, as the bare array has it.
-    paths, leaves, treedef = _tree.flatten_with_paths({"layer": {"kernel": box}})
+    paths, leaves, treedef = flatten_with_paths({"layer": {"kernel": box}})
     assert paths == names({"layer": {"kernel": X}}) == ["layer/kernel"]
     assert leaves[0] is box
     # Reboxed: same kind and metadata, another array.
-    other = _tree.rebox(box, 2 * X)
+    other = rebox(box, 2 * X)
     assert type(other) is type(box)
     assert jax.tree.structure(other) == jax.tree.structure(box)
-    np.testing.assert_array_equal(_tree.unbox(other), 2 * X)
-    np.testing.assert_array_equal(_tree.unbox(box), X)
-    restored = _tree.unflatten(treedef, [other])
+    np.testing.assert_array_equal(unbox(other), 2 * X)
+    np.testing.assert_array_equal(unbox(box), X)
+    restored = unflatten(treedef, [other])
     assert jax.tree.structure(restored) == jax.tree.structure({"layer": {"kernel": box}})
 
 
 @pytest.mark.parametrize("thing", [X, None, optax.MaskedNode(), {"a": X}, Module(X, None), 1.0])
 def test_what_is_no_box(thing):
-    assert not _tree.is_box(thing)
-    assert _tree.unbox(thing) is thing
-    assert _tree.rebox(thing, 3) == 3
+    assert not is_box(thing)
+    assert unbox(thing) is thing
+    assert rebox(thing, 3) == 3
 
 
 def test_names_are_the_same_for_init_and_update():
@@ -108,20 +119,20 @@ def test_names_are_the_same_for_init_and_update():
 
 
 def test_sparse_trees():
-    _, treedef = _tree.flatten({"a": X, "b": X, "c": None})
-    tree = _tree.sparse_tree(treedef, [None, 2 * X, None])
+    _, treedef = flatten({"a": X, "b": X, "c": None})
+    tree = sparse_tree(treedef, [None, 2 * X, None])
     assert isinstance(tree["a"], optax.MaskedNode)
     assert isinstance(tree["c"], optax.MaskedNode)
-    assert list(_tree.by_path(tree)) == ["b"]
+    assert list(by_path(tree)) == ["b"]
     assert len(jax.tree.leaves(tree)) == 1
 
 
 def test_with_leaves():
     tree = {"a": X, "b": optax.MaskedNode(), "c": nnx.Param(X)}
-    changed = _tree.with_leaves(tree, {"a": 2 * X, "c": 3 * X, "elsewhere": X})
+    changed = with_leaves(tree, {"a": 2 * X, "c": 3 * X, "elsewhere": X})
     assert jax.tree.structure(changed) == jax.tree.structure(tree)
     np.testing.assert_array_equal(changed["a"], 2 * X)
-    np.testing.assert_array_equal(_tree.unbox(changed["c"]), 3 * X)
+    np.testing.assert_array_equal(unbox(changed["c"]), 3 * X)
 
 
 # map_sharing ------------------------------------------------------------------------------
@@ -146,7 +157,7 @@ def test_map_sharing_is_a_plain_loop(compiled):
     calls = calls_of(shapes, statics)
 
     def shared(arguments):
-        return _tree.map_sharing(affine, list(zip(statics, arguments, strict=True)))
+        return map_sharing(affine, list(zip(statics, arguments, strict=True)))
 
     results = (jax.jit(shared) if compiled else shared)([arguments for _, arguments in calls])
     for (static, arguments), result in zip(calls, results, strict=True):
@@ -165,7 +176,7 @@ def test_map_sharing_tells_dtypes_and_structures_apart():
         (0, ([jnp.ones(3)],)),
         (0, (None,)),
     ]
-    results = _tree.map_sharing(double, calls)
+    results = map_sharing(double, calls)
     assert results[0].dtype == jnp.float32
     assert results[1].dtype == jnp.bfloat16
     assert isinstance(results[2], list)
@@ -173,7 +184,7 @@ def test_map_sharing_tells_dtypes_and_structures_apart():
 
 
 def test_map_sharing_of_nothing():
-    assert _tree.map_sharing(affine, []) == []
+    assert map_sharing(affine, []) == []
 
 
 def test_map_sharing_traces_once_a_group():
@@ -184,7 +195,7 @@ def test_map_sharing_traces_once_a_group():
         return x
 
     calls = [(0, (jnp.ones(2),))] * 5 + [(1, (jnp.ones(2),))] * 5 + [(0, (jnp.ones(3),))]
-    _tree.map_sharing(record, calls)
+    map_sharing(record, calls)
     assert traced == [(0, (2,)), (1, (2,)), (0, (3,))]
 
 

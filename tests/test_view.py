@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowrank_optax._view import OUTPUT, REDUCTION, Bases, View, make_view
+from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases, View, make_view
 
 # name: (shape, reduction, output, batch)
 LEAVES = {

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowrank_optax as lro
-from lowrank_optax._hlo import collectives
+from lowrank_optax._memory.hlo import collectives
 from tests.helpers import avals, normal, relaxed
 
 TYPES = {

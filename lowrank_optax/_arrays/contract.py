@@ -1,0 +1,229 @@
+"""Tensor contractions and factorizations that know about meshes.
+
+Everything in this library that multiplies large arrays goes through
+:func:`contract`, so that the two things that are easy to get wrong are decided in
+one place: the accumulation precision, and the sharding of a result whose contracted
+axis lives on a mesh.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from lowrank_optax._arrays.placement import Names, axis_names, spec_of, spread
+
+try:
+    from jax.experimental.shard_alike import shard_alike
+except ImportError:  # JAX 0.12 has dropped it, and has nothing in its place.
+    shard_alike = None
+
+Array = jax.Array
+
+# Projections and lifts run at every step. HIGH is three bfloat16 passes on a TPU and TF32 on
+# a GPU: close to float32, at a cost that stays small beside the model's own products.
+STEP_PRECISION = jax.lax.Precision.HIGH
+# Orthonormality to float32 needs float32 products; they run at a refresh only.
+REFRESH_PRECISION = jax.lax.Precision.HIGHEST
+# How many bfloat16 terms stand for a float32 number: 16 bits of it, or all 24.
+_TERMS = {STEP_PRECISION: 2, REFRESH_PRECISION: 3}
+
+
+def wide_dtype(*operands: Any) -> Any:
+    """The dtype to compute in: float32, or float64 if one of the arrays or dtypes is that.
+
+    JAX's own ``result_type`` refuses to widen under strict promotion.
+    """
+    double = any(jnp.dtype(getattr(x, "dtype", x)) == jnp.float64 for x in operands)
+    return jnp.dtype(jnp.float64 if double else jnp.float32)
+
+
+def _explicit_sharding(x: Any) -> NamedSharding | None:
+    """The sharding of ``x`` if its mesh has Explicit axes, else None."""
+    sharding = getattr(x, "sharding", None) if not isinstance(x, Tracer) else None
+    if not isinstance(sharding, NamedSharding):
+        # The type of a tracer has a sharding too, of an abstract mesh.
+        typeof = getattr(jax, "typeof", None)
+        sharding = getattr(typeof(x), "sharding", None) if typeof else None
+    mesh = getattr(sharding, "mesh", None)
+    if sharding is None or mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return None
+    return sharding
+
+
+def _explicit_names(x: Any) -> list[Names] | None:
+    """The Explicit mesh axes that each axis of ``x`` is on; None where its mesh has none."""
+    sharding = _explicit_sharding(x)
+    if sharding is None:
+        return None
+    # Of a mesh with axes of both kinds only these are part of the type.
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    return [
+        tuple(name for name in names if kinds[name] == AxisType.Explicit)
+        for names in axis_names(sharding.spec, x.ndim)
+    ]
+
+
+def _explicit_mesh(*operands: Any) -> Any:
+    for x in operands:
+        sharding = _explicit_sharding(x)
+        if sharding is not None:
+            return sharding.mesh
+    return None
+
+
+def place(x: Array, axes: Sequence[int | None], like: Any, spreading: bool = False) -> Array:
+    """``x`` on the mesh axes of ``like``.
+
+    Only Explicit axes are placed: there the sharding is part of an array's type, which loops,
+    branches and optimizer states must keep.
+
+    Args:
+        x: an array.
+        axes: for each of its axes the axis of ``like`` that it is, None for one that ``like``
+            does not have, which is replicated.
+        like: an array, or its shape with a sharding.
+        spreading: also use the mesh axes of ``like`` that none of ``axes`` is on: see
+            :func:`spread`.
+
+    Returns:
+        The array with that placement.
+    """
+    where = _explicit_names(like)
+    if where is None:
+        return x
+    mesh = _explicit_mesh(like)
+    names = [where[axis] if axis is not None else () for axis in axes]
+    if spreading:
+        names = spread(names, axes, x.shape, where, mesh.shape)
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec_of(names)))
+
+
+def place_like(x: Array, like: Any) -> Array:
+    """``x`` with the sharding of an array of the same shape, on Explicit axes."""
+    return place(x, range(x.ndim), like)
+
+
+def shard_like(x: Array, like: Any) -> Array:
+    """``x`` where ``like`` lies, an array of the same shape, on axes of any kind.
+
+    Of Auto axes only the compiler knows where an array lies, so it is asked to put both alike. From
+    JAX 0.12 on there is no way to ask, and it decides alone.
+
+    Args:
+        x: an array.
+        like: another, or None for no wish.
+
+    Returns:
+        The array.
+    """
+    if like is None or x.shape != like.shape:
+        return x
+    x = place_like(x, like)
+    if shard_alike is None:
+        return x
+    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+    # Outside jit an array has its place already, and inside shard_map there is none to choose.
+    if not isinstance(x, Tracer) or AxisType.Manual in kinds or kinds == {AxisType.Explicit}:
+        return x
+    return shard_alike(x, like)[0]
+
+
+def type_sharding(x: Any) -> NamedSharding | None:
+    """The sharding in the type of ``x``, for a shape that stands for it."""
+    return _explicit_sharding(x)
+
+
+def explicit_spec(x: Any) -> PartitionSpec | None:
+    """The partition spec in the type of ``x``; None where its mesh has no Explicit axes."""
+    names = _explicit_names(x)
+    return None if names is None else spec_of(names)
+
+
+def contract(
+    subscripts: str,
+    *operands: Array,
+    precision: jax.lax.Precision = STEP_PRECISION,
+) -> Array:
+    """``jnp.einsum`` in (at least) float32, for operands that a mesh may have sharded.
+
+    Sums over a sharded axis are completed here: with Explicit axes the result keeps the
+    mesh axes of the labels that survive, and the contracted ones are all-reduced. The larger
+    operand stays where it is, and the smaller one comes to it.
+
+    Args:
+        subscripts: an explicit einsum string such as ``"ab,ac->bc"``.
+        *operands: one or two arrays, in any floating dtypes.
+        precision: precision of the products.
+
+    Returns:
+        The contraction, in float32 or the widest operand dtype if that is wider.
+    """
+    mesh = _explicit_mesh(*operands)
+    if mesh is None:
+        return _wide_einsum(subscripts, operands, precision)
+    inputs, output = subscripts.split("->")
+    pairs = list(zip(inputs.split(","), operands, strict=True))
+    # Each label is on the same mesh axes wherever it stands, and each mesh axis on one label.
+    where: dict[str, Names] = {}
+    used: set[str] = set()
+    for labels, x in sorted(pairs, key=lambda pair: -pair[1].size):
+        for label, names in zip(labels, _explicit_names(x) or [()] * x.ndim, strict=True):
+            if label not in where:
+                where[label] = tuple(name for name in names if name not in used)
+                used.update(names)
+
+    def placed(labels: str) -> NamedSharding:
+        return NamedSharding(mesh, spec_of([where[label] for label in labels]))
+
+    aligned = [jax.sharding.reshard(x, placed(labels)) for labels, x in pairs]
+    return _wide_einsum(subscripts, aligned, precision, out_sharding=placed(output))
+
+
+def _wide_einsum(
+    subscripts: str, operands: Sequence[Array], precision: jax.lax.Precision, **kwargs: Any
+) -> Array:
+    """An einsum in (at least) float32 that makes no float32 copy of a bfloat16 operand.
+
+    A float32 array is a sum of bfloat16 ones, and products of bfloat16 numbers are exact in
+    float32. So where a weight or a gradient in bfloat16 meets a float32 basis, the thin basis is
+    split, and not the large array widened.
+    """
+    dtype = wide_dtype(*operands)
+    narrow = [x.dtype == jnp.bfloat16 for x in operands]
+
+    def widened(*operands: Array) -> Array:
+        wide = [x.astype(dtype) for x in operands]
+        return jnp.einsum(subscripts, *wide, precision=precision, **kwargs)
+
+    if len(operands) == 2 and narrow[0] != narrow[1] and dtype == jnp.float32:
+
+        def in_terms(*operands: Array) -> Any:
+            rest = operands[narrow.index(False)].astype(dtype)
+            total: Any = 0.0
+            for _ in range(_TERMS[precision]):
+                part = rest.astype(jnp.bfloat16)
+                rest = rest - part.astype(dtype)
+                pair = (operands[0], part) if narrow[0] else (part, operands[1])
+                product = jnp.einsum(subscripts, *pair, preferred_element_type=dtype, **kwargs)
+                total = total + product
+            return total
+
+        # A CPU multiplies no bfloat16 numbers, and widens them in any case.
+        return jax.lax.platform_dependent(*operands, cpu=widened, default=in_terms)
+    return widened(*operands)
+
+
+def on_replicated(fn: Callable[[Array], Array], x: Array) -> Array:
+    """Applies a factorization to a small array, replicated on every device first.
+
+    JAX refuses to factorize sharded operands on Explicit axes; the arrays that this
+    library factorizes are rank by rank, so a copy on each device costs nothing.
+    """
+    mesh = _explicit_mesh(x)
+    if mesh is not None:
+        x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+    return fn(x)

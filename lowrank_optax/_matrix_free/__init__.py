@@ -1,0 +1,4 @@
+"""The backward pass that makes cores and no full gradients.
+
+Level 6: stands on `_subspace`.
+"""

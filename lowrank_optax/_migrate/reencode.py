@@ -1,0 +1,162 @@
+r"""Moments of one weight, from one space to another: whole, in a basis, in another basis.
+
+A first moment is linear in the gradient, so it is projected and lifted as a gradient is. A
+second moment is the diagonal of the gradient's covariance (about zero), of which the rest is
+not known. It is modelled as that of independent coordinates around a mean,
+:math:`\mathrm{diag}(\sigma^2) + c\,m m^T`, with :math:`\sigma^2 = v - c\,m^2`; and of
+directions that no basis has seen, all that is assumed is :math:`\tau`, the smallest second
+moment seen in the same column.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._inner.sites import Space
+from lowrank_optax._plan.plan import LeafPlan
+from lowrank_optax._plan.view import Bases, View
+
+
+def shape_in(space: Space, whole: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a weight of shape ``whole`` has in a space."""
+    return whole if space.leaf is None else space.leaf.core_shape
+
+
+def _resized(x: Array, axis: int, size: int, filler: Any) -> Array:
+    """``x`` with its first ``size`` entries along an axis, continued by ``filler``."""
+    old = x.shape[axis]
+    if size <= old:
+        return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+    # Not by concatenation, which wants both parts to be sharded alike.
+    widths = [(0, size - old if number == axis else 0) for number in range(x.ndim)]
+    new = (np.arange(size) >= old).reshape([-1 if n == axis else 1 for n in range(x.ndim)])
+    return jnp.pad(x, widths) + jnp.asarray(new, x.dtype) * filler
+
+
+def _rank_axes(leaf: LeafPlan) -> tuple[int, ...]:
+    assert leaf.view is not None
+    return tuple(leaf.view.core_axes(leaf.sides).values())
+
+
+def _squared(bases: Bases) -> Bases:
+    return Bases(*(None if b is None else jnp.square(b) for b in bases))
+
+
+def _view(leaf: LeafPlan) -> View:
+    assert leaf.view is not None
+    return leaf.view
+
+
+def _project(x: Array, leaf: LeafPlan | None, bases: Bases) -> Array:
+    return x if leaf is None else _view(leaf).project(x, bases)
+
+
+def _lift(x: Array, leaf: LeafPlan | None, bases: Bases) -> Array:
+    return x if leaf is None else _view(leaf).lift(x, bases)
+
+
+class _Move(NamedTuple):
+    """From where to where, as :func:`reencode` has it."""
+
+    old: LeafPlan | None
+    new: LeafPlan | None
+    nested: bool
+
+
+def _first(x: Float[Array, "..."], move: _Move, before: Bases, after: Bases) -> Float[Array, "..."]:
+    if not move.nested:
+        return _project(_lift(x, move.old, before), move.new, after)
+    if move.new is not None:
+        for axis in _rank_axes(move.new):
+            x = _resized(x, axis, move.new.rank, jnp.zeros([], x.dtype))
+    return x
+
+
+def _unseen(second: Float[Array, "..."], old: LeafPlan) -> Float[Array, "..."]:
+    """The second moment assumed in directions outside of a basis: the smallest one inside."""
+    return jnp.min(second, axis=_rank_axes(old), keepdims=True)
+
+
+def _second(
+    x: Float[Array, "..."],
+    mean: Float[Array, "..."] | None,
+    bias: Float[Array, ""],
+    move: _Move,
+    before: Bases,
+    after: Bases,
+) -> Float[Array, "..."]:
+    old, new, nested = move
+    if nested:
+        if old is not None and new is not None:
+            filler = _unseen(x, old)
+            for axis in _rank_axes(new):
+                x = _resized(x, axis, new.rank, filler)
+        return x
+    squared_mean = 0.0 if mean is None else bias * jnp.square(mean)
+    variance = jnp.maximum(x - squared_mean, 0.0)
+    whole = _lift(variance, old, _squared(before))
+    if old is not None:
+        # A row's share in the subspace; the rest of it is unseen.
+        inside = _lift(jnp.ones_like(x), old, _squared(before))
+        # On one side a value for each entry of the other, in the leaf's own axis order.
+        unseen = jnp.broadcast_to(_unseen(x, old), x.shape) / old.rank ** len(old.sides)
+        ones = Bases(*(None if b is None else jnp.ones_like(b) for b in before))
+        whole += jnp.maximum(1.0 - inside, 0.0) * _lift(unseen, old, ones)
+    moved = _project(whole, new, _squared(after))
+    if mean is None:
+        return moved
+    return moved + bias * jnp.square(_first(mean, move, before, after))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def reencode(
+    old: LeafPlan | None,
+    new: LeafPlan | None,
+    nested: bool,
+    roles: tuple[tuple[str, str], ...],
+    before: Bases,
+    after: Bases,
+    moments: Mapping[str, Float[Array, "..."]],
+    bias: Float[Array, ""],
+) -> dict[str, Any]:
+    r"""The moments of one weight in another space.
+
+    From basis :math:`P` to :math:`P'`, either of which may be the identity, with
+    :math:`Q = P'^T P`,
+
+    .. math:: m' = Q m, \qquad
+              v' = (Q \circ Q)\,\sigma^2 + \tau\,(1 - (Q \circ Q) 1) + c\,(Q m)^2
+
+    Where one subspace contains the other by construction (another rank, the same side), what
+    they share is copied, and new coordinates get :math:`m' = 0, v' = \tau`.
+
+    Args:
+        old: the plan of the weight that the moments are in the core space of; None for the
+            weight's own space.
+        new: likewise, where they go.
+        nested: whether the two share their first coordinates.
+        roles: pairs of a name in ``moments`` and its role.
+        before: the bases of ``old``; the duals of those that are not orthonormal.
+        after: the bases of ``new``.
+        moments: arrays by name, of the shapes of ``old``.
+        bias: :math:`c`, by which the square of the first moment is on the scale of the second.
+
+    Returns:
+        The moments by name, in the shapes of ``new``, in float32 or wider.
+    """
+    wide = {name: x.astype(wide_dtype(x)) for name, x in moments.items()}
+    mean = next((wide[name] for name, role in roles if role == "first"), None)
+    move, moved = _Move(old, new, nested), {}
+    for name, role in roles:
+        if role == "first":
+            moved[name] = _first(wide[name], move, before, after)
+        else:
+            paired = mean if role == "second" else None
+            moved[name] = _second(wide[name], paired, bias, move, before, after)
+    return moved

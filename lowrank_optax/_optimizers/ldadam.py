@@ -1,0 +1,156 @@
+"""What the subspace left out, given back to the next gradient: ``error_feedback``."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowrank_optax._arrays import tree
+from lowrank_optax._arrays.contract import place_like, wide_dtype
+from lowrank_optax._bases.state import SubspaceState, TrackerState, find_states
+from lowrank_optax._inner import carry
+from lowrank_optax._plan import target
+from lowrank_optax._plan.plan import Plan
+from lowrank_optax._plan.view import Bases
+
+
+class ErrorFeedbackState(NamedTuple):
+    """State of :func:`error_feedback`.
+
+    Attributes:
+        subspace_state: the state of the subspace optimizer.
+        feedback: a tree parallel to params: the error of each target, of its shape;
+            ``optax.MaskedNode()`` elsewhere.
+    """
+
+    subspace_state: Any
+    feedback: Any
+
+
+def _found(state: Any) -> tuple[SubspaceState, TrackerState, list[Bases]]:
+    subspace = find_states(state, SubspaceState)
+    trackers = [t for s in subspace for t in find_states(s.tracker_state, TrackerState)]
+    if len(subspace) != 1 or len(trackers) != 1:
+        raise ValueError(
+            "error_feedback: give it one subspace optimizer, such as lro.galore_project(...), got "
+            f"a transformation whose state holds {len(subspace)}"
+        )
+    (tracker,) = trackers
+    return subspace[0], tracker, tracker.encoders()
+
+
+def _first_moments(inner_state: Any, plan: Plan) -> dict[str, jax.Array]:
+    """The average of gradients that the inner optimizer keeps of each target, by path."""
+    found: dict[str, jax.Array] = {}
+
+    def note(node):
+        for field, role in carry.field_roles(node).items():
+            if role == "first":
+                for path, value in tree.by_path(getattr(node, field)).items():
+                    found.setdefault(path, value)
+        return node
+
+    carry.map_moments(note, carry.opened(inner_state))
+    shapes = {plan.leaves[i].path: plan.leaves[i].core_shape for i in plan.targets}
+    return {p: m for p, m in found.items() if shapes.get(p) == m.shape}
+
+
+def error_feedback(
+    optimizer: optax.GradientTransformation, *, b1: float = 0.9, dtype: Any = jnp.float32
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adds what was lost in earlier steps to each gradient: LDAdam's error feedback.
+
+    .. math:: A_t = G_t + E_t, \qquad C_t = P_t^T A_t, \qquad
+              E_{t+1} = (I - P_t P_t^T) A_t
+                        + \tfrac{b_1}{1 - b_1}\,(I - P_t P_t^T) P_{t-1} m_{t-1}
+
+    The subspace optimizer, its tracker included, sees :math:`A_t` in place of the gradient. The
+    first term of the error is what the projection drops of it, the second what the moments lose
+    when they are carried to the new basis.
+
+    **It costs one buffer of the size of each target**, as much as ``optax.adamw``'s first moment,
+    and thereby most of what a subspace saves. :func:`sketched_residual_lift` costs no state.
+
+    Clip the gradient before, not inside: a clipped sum would lose what is to be kept. Full
+    gradients are needed; compact ones are refused.
+
+    Args:
+        optimizer: one :func:`galore_project`, through any wrapper.
+        b1: decay of the inner optimizer's first moment; 0 if it has none.
+        dtype: dtype of the buffers.
+
+    Returns:
+        A gradient transformation with extra arguments; its state is an
+        :class:`ErrorFeedbackState`.
+
+    Raises:
+        ValueError: if ``b1`` is not in [0, 1), or, at ``init``, if ``optimizer`` holds no subspace
+            optimizer or several.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, lowrank_optax as lro
+        >>> tx = lro.error_feedback(
+        ...     lro.galore_project(optax.adam(1e-3), lro.refresh_basis(rank=4, every=1))
+        ... )
+        >>> params = {"kernel": jnp.ones((16, 32))}
+        >>> state = tx.init(params)
+        >>> state.feedback["kernel"].shape
+        (16, 32)
+
+    References:
+        Robert et al., `LDAdam: Adaptive Optimization from Low-Dimensional Gradient
+        Statistics <https://arxiv.org/abs/2410.16103>`_, 2024
+    """
+    target.check_static("error_feedback: b1", b1)
+    if not 0 <= b1 < 1:
+        raise ValueError(f"error_feedback: b1={b1} must be in [0, 1)")
+    inner = optax.with_extra_args_support(optimizer)
+    dtype = jnp.dtype(dtype)
+
+    def init_fn(params: Any) -> Any:
+        subspace_state = inner.init(params)
+        _, tracker, _ = _found(subspace_state)
+        leaves, treedef = tree.flatten(params)
+        buffers: list[Any] = [None] * len(leaves)
+        for index in tracker.plan.targets:
+            leaf = tree.unbox(leaves[index])
+            buffers[index] = place_like(jnp.zeros(leaf.shape, dtype), leaf)
+        return ErrorFeedbackState(subspace_state, tree.sparse_tree(treedef, buffers))
+
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        subspace, tracker, old = _found(state.subspace_state)
+        plan = tracker.plan
+        moments = _first_moments(subspace.inner_state, plan)
+        errors = tree.by_path(state.feedback)
+        boxes, treedef = tree.flatten(updates)
+        plan.check_count(boxes, "updates")
+        sums = list(boxes)
+        for index in plan.targets:
+            path, gradient = plan.leaves[index].path, tree.unbox(boxes[index])
+            if isinstance(gradient, tree.Compact):
+                raise ValueError(
+                    f"{path!r}: error_feedback needs the full gradient, got a compact one; use "
+                    "jax.value_and_grad in place of compact_value_and_grad"
+                )
+            wide = wide_dtype(gradient, errors[path])
+            total = gradient.astype(wide) + errors[path].astype(wide)
+            sums[index] = tree.rebox(boxes[index], total)
+        results, subspace_state = inner.update(
+            tree.unflatten(treedef, sums), state.subspace_state, params, **extra_args
+        )
+        _, _, new = _found(subspace_state)
+        fresh = {}
+        for index, here, before in zip(plan.targets, new, old, strict=True):
+            leaf, kept = plan.leaves[index], tree.unbox(sums[index])
+            assert leaf.view is not None
+            if leaf.path in moments and b1 > 0:
+                momentum = leaf.view.lift(moments[leaf.path].astype(kept.dtype), before)
+                kept = kept + b1 / (1 - b1) * momentum
+            lost = kept - leaf.view.lift(leaf.view.project(kept, here), here)
+            # One bad gradient must not stay for good.
+            lost = jnp.where(jnp.all(jnp.isfinite(lost)), lost, 0)
+            fresh[leaf.path] = place_like(lost.astype(dtype), errors[leaf.path])
+        return results, ErrorFeedbackState(subspace_state, tree.with_leaves(state.feedback, fresh))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,202 @@
+"""What a user may say about one leaf, and how a table of it is read."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lowrank_optax._arrays import tree
+
+SIDES = ("smaller", "larger", "reduction", "output", "both")
+
+Rank = int | float | np.integer | np.floating
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A leaf that is projected.
+
+    Attributes:
+        rank: columns of the basis, an int; or a float in (0, 1], a fraction of the smaller
+            matrix side; or None for the tracker's own ``rank``.
+        reduction_axis: axis or axes that the layer sums over, the input of ``x @ W``. None
+            reads the view off the leaf's path, as the default rule does.
+        output_axis: axis or axes that the layer produces. Axes named on neither side are
+            batch axes: scanned layers, experts.
+        side: which side the basis lives on, or None for the tracker's own ``side``. One of
+            ``"smaller"``, ``"larger"``, ``"reduction"``, ``"output"``, ``"both"``.
+
+    Example:
+        >>> import lowrank_optax as lro
+        >>> tracker = lro.refresh_basis(
+        ...     rank=64,
+        ...     targets=[
+        ...         ("attention/(query|key|value)", lro.Target(16, 0, (1, 2))),
+        ...         ("mlp", 32),
+        ...         (".*", None),
+        ...     ],
+        ... )
+    """
+
+    rank: Rank | None = None
+    reduction_axis: int | Sequence[int] | None = None
+    output_axis: int | Sequence[int] | None = None
+    side: str | None = None
+
+    def __post_init__(self):
+        if self.rank is not None:
+            check_rank(self.rank, "Target: rank")
+        if self.side is not None:
+            check_choice("Target: side", self.side, SIDES)
+        if (self.reduction_axis is None) != (self.output_axis is None):
+            given = "reduction_axis" if self.output_axis is None else "output_axis"
+            raise ValueError(
+                f"Target: only {given} was given; give both reduction_axis and output_axis, "
+                "or neither to read the view off the leaf's path"
+            )
+        for name in ("reduction_axis", "output_axis"):
+            axes = getattr(self, name)
+            if axes is not None and not isinstance(axes, int):
+                object.__setattr__(self, name, tuple(axes))
+
+
+class ByDefault(Target):
+    """A target that stands for what the default rule decides."""
+
+
+# One leaf's entry: a target, optax's dimension numbers, a bare rank, or None.
+TargetLike = Any
+# A list of (regex, entry) rules, a pytree of entries, a callable (path, leaf) -> entry, or None.
+Targets = Any
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def check_static(name: str, value: Any) -> None:
+    """Raises TypeError if a value that shapes the computation is a traced array."""
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{name} must be a Python number, got an array {value}; it decides shapes, so it "
+            f"cannot change between steps. Under optax.inject_hyperparams name it in "
+            f"static_args, e.g. static_args={(name.split()[-1],)!r}"
+        )
+
+
+def check_rank(rank: Any, name: str = "rank") -> None:
+    """Raises unless ``rank`` is a positive int, or a float in (0, 1]."""
+    check_static(name, rank)
+    integer = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+    if not integer and not isinstance(rank, float | np.floating):
+        raise TypeError(f"{name} must be an int or a float, got {type(rank).__name__} {rank!r}")
+    if integer and rank < 1:
+        raise ValueError(f"{name}={rank} projects onto nothing; use a rank of at least 1")
+    if not integer and not 0 < rank <= 1:
+        raise ValueError(
+            f"{name}={rank} as a float is a fraction of the smaller side, in (0, 1]; "
+            f"for {rank:g} columns write rank={max(1, round(float(rank)))}"
+            if np.isfinite(rank)
+            else f"{name}={rank} is not a rank; use an int, or a fraction in (0, 1]"
+        )
+
+
+def as_target(entry: TargetLike, path: str) -> Target | None:
+    """Reads one leaf's entry: a Target, dimension numbers, a bare rank, or None."""
+    if entry is None or isinstance(entry, Target):
+        return entry
+    if hasattr(entry, "reduction_axis") and hasattr(entry, "output_axis"):
+        # optax's MuonDimensionNumbers and GaLoreDimensionNumbers, whichever optax has.
+        return Target(None, entry.reduction_axis, entry.output_axis)
+    try:
+        check_rank(entry, "rank")
+        return Target(entry)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{path!r}: a target is a lro.Target, a rank, optax dimension numbers or None; "
+            f"got {entry!r} ({error})"
+        ) from None
+
+
+def is_entry(x: Any) -> bool:
+    """Whether ``x`` is one leaf's entry in a pytree of them."""
+    return x is None or isinstance(x, Target) or hasattr(x, "reduction_axis")
+
+
+class OptionalPattern(str):
+    """A regex of a preset, which is written for many models and need not match this one."""
+
+
+class Table:
+    """A list of ``(regex, entry)`` rules of which the first match decides.
+
+    The regex is searched in the leaf's path, ``decoder/layers/q/kernel``.
+
+    Attributes:
+        rules: pairs of a compiled regex and a target or None.
+        optional: for each rule whether it may match nothing without a warning.
+    """
+
+    def __init__(self, rules: Sequence[Any]):
+        self.rules = []
+        self.optional = []
+        for number, rule in enumerate(rules):
+            if not (isinstance(rule, tuple | list) and len(rule) == 2):
+                raise TypeError(
+                    f"targets[{number}] must be a pair (regex, rank | Target | None), got {rule!r}"
+                )
+            pattern, entry = rule
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    f"targets[{number}]: the regex of a rule must be a string, got {pattern!r}"
+                )
+            try:
+                compiled = re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"targets[{number}]: {pattern!r} is no regular expression: {error}"
+                ) from None
+            self.rules.append((compiled, as_target(entry, pattern)))
+            self.optional.append(isinstance(pattern, OptionalPattern))
+
+    def match(self, path: str) -> int | None:
+        """The number of the first rule that matches, or None."""
+        for number, (pattern, _) in enumerate(self.rules):
+            if pattern.search(path):
+                return number
+        return None
+
+
+def is_table(targets: Targets) -> bool:
+    """Whether ``targets`` is a list of rules, as opposed to a pytree of entries.
+
+    A single string where a pattern would stand makes it one, so that a slip in another rule is
+    reported as that.
+    """
+    if not isinstance(targets, list | tuple) or hasattr(targets, "_fields"):
+        return False
+    return not targets or any(
+        isinstance(rule, str)
+        or (isinstance(rule, list | tuple) and len(rule) > 0 and isinstance(rule[0], str))
+        for rule in targets
+    )
+
+
+def entries_of_tree(targets: Any, treedef: Any, paths: Sequence[str]) -> list[Target | None]:
+    """Reads a pytree of entries that is parallel to params."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=is_entry)
+    given = [tree.path_name(path) for path, _ in pairs]
+    if given != list(paths):
+        odd = sorted(set(paths) ^ set(given))
+        raise ValueError(
+            f"targets is a tree of {len(given)} entries for params with {len(paths)} leaves"
+            + (f"; they differ at {odd[0]!r}" if odd else "")
+            + ". Give one Target or None for each leaf, a list of (regex, rank) rules, "
+            f"or a callable (path, leaf) -> Target | None. Got {structure}, params {treedef}"
+        )
+    return [as_target(entry, path) for path, (_, entry) in zip(paths, pairs, strict=True)]

@@ -1,0 +1,4 @@
+"""Which rank a weight needs.
+
+Level 6: stands on `_subspace`.
+"""
