@@ -29,6 +29,7 @@ from typing import Any
 
 import harness
 from lowrank_optax._memory import compiler
+from lowrank_optax._memory.devices import DEVICES
 from lowrank_optax._memory.models import MODELS
 from lowrank_optax._memory.parts import Setting
 
@@ -112,7 +113,7 @@ def row(case: dict[str, Any], result: dict[str, Any]) -> list[str]:
     # Products in turns, by which the TPU compiler replaces gathers and scatters, permute.
     gathered, permuted = sums.get("all-gather", 0), sums.get("collective-permute", 0)
     peak = f"{result['peak'] / 1e9:.1f}"
-    fits = result["peak"] <= compiler.DEVICES[case["device"]].memory
+    fits = result["peak"] <= DEVICES[case["device"]].memory
     note = "" if fits else "more than the device has"
     moved = [f"{size / 1e9:.2f}" for size in (reduced, gathered, permuted)]
     return [*head, peak, *moved, f"{result['seconds']:.0f}", note]

@@ -6,7 +6,8 @@ decides. Put your own rules in front: ``targets=[("mlp/down", 64), *lro.targets.
 
 import re
 
-from lowrank_optax._plan.target import ByDefault, OptionalPattern, Rank, TargetLike
+from lowrank_optax._checks import Rank
+from lowrank_optax._plan.target import ByDefault, OptionalPattern, TargetLike
 
 Rules = list[tuple[str, TargetLike]]
 

@@ -13,8 +13,9 @@ from flax import nnx
 
 import lowrank_optax as lro
 from lowrank_optax._arrays import tree
+from lowrank_optax._arrays.boxes import unbox
 from lowrank_optax._plan.layouts import Kind, layouts
-from lowrank_optax._plan.plan import make_plan
+from lowrank_optax._plan.make_plan import make_plan
 
 L, D, H, K, F, V, T = 3, 16, 4, 8, 40, 96, 2  # layers, d, heads, head_dim, hidden, vocabulary
 E = 5  # experts
@@ -34,7 +35,7 @@ def read(shapes):
 def shapes_of(params):
     paths, leaves, _ = tree.flatten_with_paths(params)
     return {
-        path: tuple(tree.unbox(leaf).shape)
+        path: tuple(unbox(leaf).shape)
         for path, leaf in zip(paths, leaves, strict=True)
         if leaf is not None
     }
@@ -44,7 +45,7 @@ def check_ranks(grads, tokens):
     """The gradient of a linear layer has the rank of its inputs: if the view is right."""
     paths, leaves, _ = tree.flatten_with_paths(grads)
     arrays = {
-        path: np.asarray(tree.unbox(leaf), np.float64)
+        path: np.asarray(unbox(leaf), np.float64)
         for path, leaf in zip(paths, leaves, strict=True)
         if leaf is not None
     }

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from lowrank_optax._arrays.placement import axis_names, fit, spec_of, spread
+from lowrank_optax._arrays.mesh import axis_names, fit, spec_of, spread
 
 MESH = {"x": 4, "y": 2}
 

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax._plan.plan import LeafPlan, Plan, make_plan
+from lowrank_optax._plan.make_plan import make_plan
+from lowrank_optax._plan.plan import LeafPlan, Plan
 from lowrank_optax._plan.target import Target
 from lowrank_optax._plan.view import Bases, make_view
 

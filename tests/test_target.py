@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax._plan import target
-from lowrank_optax._plan.plan import make_plan
-from lowrank_optax._plan.target import Target, check_rank
+from lowrank_optax._checks import check_choice, check_rank
+from lowrank_optax._plan.make_plan import make_plan
+from lowrank_optax._plan.target import Target
 
 PARAMS = {"a": jnp.zeros((16, 24)), "b": jnp.zeros((24, 16)), "norm": jnp.zeros(24)}
 
@@ -377,5 +377,5 @@ def test_sides(side, wide, tall, square):
 
 def test_check_choice():
     with raises(ValueError, "moments='turn' is not one of 'rotate', 'keep'"):
-        target.check_choice("moments", "turn", ("rotate", "keep"))
-    target.check_choice("moments", "keep", ("rotate", "keep"))
+        check_choice("moments", "turn", ("rotate", "keep"))
+    check_choice("moments", "keep", ("rotate", "keep"))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import lowrank_optax as lro
-from lowrank_optax._plan.plan import make_plan
+from lowrank_optax._plan.make_plan import make_plan
 
 D, F, V, H, K, L = 512, 1024, 4096, 8, 64, 3
 

@@ -13,15 +13,13 @@ import pytest
 from flax import nnx
 
 import lowrank_optax as lro
+from lowrank_optax._arrays.boxes import is_box, rebox, unbox
+from lowrank_optax._arrays.sharing import map_sharing
 from lowrank_optax._arrays.tree import (
     by_path,
     flatten,
     flatten_with_paths,
-    is_box,
-    map_sharing,
-    rebox,
     sparse_tree,
-    unbox,
     unflatten,
     with_leaves,
 )

@@ -11,15 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from lowrank_optax._arrays.placement import Names, axis_names, spec_of, spread
-
-try:
-    from jax.experimental.shard_alike import shard_alike
-except ImportError:  # JAX 0.12 has dropped it, and has nothing in its place.
-    shard_alike = None
+from lowrank_optax._arrays.mesh import (
+    Names,
+    explicit_mesh,
+    explicit_names,
+    spec_of,
+)
 
 Array = jax.Array
 
@@ -41,108 +40,6 @@ def wide_dtype(*operands: Any) -> Any:
     return jnp.dtype(jnp.float64 if double else jnp.float32)
 
 
-def _explicit_sharding(x: Any) -> NamedSharding | None:
-    """The sharding of ``x`` if its mesh has Explicit axes, else None."""
-    sharding = getattr(x, "sharding", None) if not isinstance(x, Tracer) else None
-    if not isinstance(sharding, NamedSharding):
-        # The type of a tracer has a sharding too, of an abstract mesh.
-        typeof = getattr(jax, "typeof", None)
-        sharding = getattr(typeof(x), "sharding", None) if typeof else None
-    mesh = getattr(sharding, "mesh", None)
-    if sharding is None or mesh is None or AxisType.Explicit not in mesh.axis_types:
-        return None
-    return sharding
-
-
-def _explicit_names(x: Any) -> list[Names] | None:
-    """The Explicit mesh axes that each axis of ``x`` is on; None where its mesh has none."""
-    sharding = _explicit_sharding(x)
-    if sharding is None:
-        return None
-    # Of a mesh with axes of both kinds only these are part of the type.
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    return [
-        tuple(name for name in names if kinds[name] == AxisType.Explicit)
-        for names in axis_names(sharding.spec, x.ndim)
-    ]
-
-
-def _explicit_mesh(*operands: Any) -> Any:
-    for x in operands:
-        sharding = _explicit_sharding(x)
-        if sharding is not None:
-            return sharding.mesh
-    return None
-
-
-def place(x: Array, axes: Sequence[int | None], like: Any, spreading: bool = False) -> Array:
-    """``x`` on the mesh axes of ``like``.
-
-    Only Explicit axes are placed: there the sharding is part of an array's type, which loops,
-    branches and optimizer states must keep.
-
-    Args:
-        x: an array.
-        axes: for each of its axes the axis of ``like`` that it is, None for one that ``like``
-            does not have, which is replicated.
-        like: an array, or its shape with a sharding.
-        spreading: also use the mesh axes of ``like`` that none of ``axes`` is on: see
-            :func:`spread`.
-
-    Returns:
-        The array with that placement.
-    """
-    where = _explicit_names(like)
-    if where is None:
-        return x
-    mesh = _explicit_mesh(like)
-    names = [where[axis] if axis is not None else () for axis in axes]
-    if spreading:
-        names = spread(names, axes, x.shape, where, mesh.shape)
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec_of(names)))
-
-
-def place_like(x: Array, like: Any) -> Array:
-    """``x`` with the sharding of an array of the same shape, on Explicit axes."""
-    return place(x, range(x.ndim), like)
-
-
-def shard_like(x: Array, like: Any) -> Array:
-    """``x`` where ``like`` lies, an array of the same shape, on axes of any kind.
-
-    Of Auto axes only the compiler knows where an array lies, so it is asked to put both alike. From
-    JAX 0.12 on there is no way to ask, and it decides alone.
-
-    Args:
-        x: an array.
-        like: another, or None for no wish.
-
-    Returns:
-        The array.
-    """
-    if like is None or x.shape != like.shape:
-        return x
-    x = place_like(x, like)
-    if shard_alike is None:
-        return x
-    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
-    # Outside jit an array has its place already, and inside shard_map there is none to choose.
-    if not isinstance(x, Tracer) or AxisType.Manual in kinds or kinds == {AxisType.Explicit}:
-        return x
-    return shard_alike(x, like)[0]
-
-
-def type_sharding(x: Any) -> NamedSharding | None:
-    """The sharding in the type of ``x``, for a shape that stands for it."""
-    return _explicit_sharding(x)
-
-
-def explicit_spec(x: Any) -> PartitionSpec | None:
-    """The partition spec in the type of ``x``; None where its mesh has no Explicit axes."""
-    names = _explicit_names(x)
-    return None if names is None else spec_of(names)
-
-
 def contract(
     subscripts: str,
     *operands: Array,
@@ -162,7 +59,7 @@ def contract(
     Returns:
         The contraction, in float32 or the widest operand dtype if that is wider.
     """
-    mesh = _explicit_mesh(*operands)
+    mesh = explicit_mesh(*operands)
     if mesh is None:
         return _wide_einsum(subscripts, operands, precision)
     inputs, output = subscripts.split("->")
@@ -171,7 +68,7 @@ def contract(
     where: dict[str, Names] = {}
     used: set[str] = set()
     for labels, x in sorted(pairs, key=lambda pair: -pair[1].size):
-        for label, names in zip(labels, _explicit_names(x) or [()] * x.ndim, strict=True):
+        for label, names in zip(labels, explicit_names(x) or [()] * x.ndim, strict=True):
             if label not in where:
                 where[label] = tuple(name for name in names if name not in used)
                 used.update(names)
@@ -223,7 +120,7 @@ def on_replicated(fn: Callable[[Array], Array], x: Array) -> Array:
     JAX refuses to factorize sharded operands on Explicit axes; the arrays that this
     library factorizes are rank by rank, so a copy on each device costs nothing.
     """
-    mesh = _explicit_mesh(x)
+    mesh = explicit_mesh(x)
     if mesh is not None:
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
     return fn(x)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays.contract import place_like
+from lowrank_optax._arrays.mesh import place_like
 
 # Levels of an 8-bit code, and how many of them an octave has: 32 octaves either way.
 _SIGNED, _UNSIGNED = (127, 4), (255, 8)

@@ -13,12 +13,15 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.contract import place_like, wide_dtype
+from lowrank_optax._arrays.compact import Compact
+from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.orthonormal import orthogonal_to, whiten
+from lowrank_optax._arrays.sharing import map_sharing
+from lowrank_optax._arrays.static import register_static
+from lowrank_optax._arrays.tree import find_states
 from lowrank_optax._bases import find
-from lowrank_optax._bases.state import find_states
-from lowrank_optax._plan.plan import LeafPlan, Plan, register_static
+from lowrank_optax._plan.plan import LeafPlan, Plan
 from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases, View
 
 # Numbers 0 and 1 below a target's key are those of its bases, which a sketch must not repeat.
@@ -64,7 +67,7 @@ class Sketch:
             static = (leaf.view, leaf.sides[0], self.columns(leaf))
             here = getattr(basis, leaf.sides[0])
             calls.append((static, (here, jax.random.fold_in(key, _SKETCH))))
-        drawn = tree.map_sharing(_draw, calls)
+        drawn = map_sharing(_draw, calls)
         return [
             Bases(reduction=q) if leaf.sides == (REDUCTION,) else Bases(output=q)
             for (_, leaf), q in zip(targets, drawn, strict=True)
@@ -122,7 +125,7 @@ def sketched_products(
         full = []
         for number, index in enumerate(plan.targets):
             leaf = plan.leaves[index]
-            if isinstance(gradients[index], tree.Compact):
+            if isinstance(gradients[index], Compact):
                 extra = gradients[index].extra
                 _check_extra(sketch, leaf, extra)
                 found[number] = given.directions[leaf.path], extra

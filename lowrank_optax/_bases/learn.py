@@ -8,13 +8,19 @@ import jax.numpy as jnp
 import optax
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.contract import place_like, wide_dtype
+from lowrank_optax._arrays.boxes import unbox
+from lowrank_optax._arrays.compact import Compact
+from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.orthonormal import orthonormalize
+from lowrank_optax._arrays.sharing import map_sharing
 from lowrank_optax._bases import autoencoder, find, storage, tracker
 from lowrank_optax._bases.tracker import Every
+from lowrank_optax._checks import Rank, check_choice, check_rank
 from lowrank_optax._plan import target
-from lowrank_optax._plan.plan import LeafPlan, Plan, make_plan
-from lowrank_optax._plan.target import Rank, Targets
+from lowrank_optax._plan.make_plan import make_plan
+from lowrank_optax._plan.plan import LeafPlan, Plan
+from lowrank_optax._plan.target import Targets
 from lowrank_optax._plan.view import Bases
 
 INITS = ("gradient", "random")
@@ -141,15 +147,15 @@ def learn_basis(
         Oja, `A simplified neuron model as a principal component analyzer
         <https://doi.org/10.1007/BF00275687>`_, 1982
     """
-    target.check_rank(rank, "learn_basis: rank")
+    check_rank(rank, "learn_basis: rank")
     _check_learning_rate(learning_rate)
     tracker.check_every(
         "learn_basis", every, 'for a basis that never changes use refresh_basis(method="frozen")'
     )
-    target.check_choice("learn_basis: normalize", normalize, autoencoder.NORMALIZATIONS)
-    target.check_choice("learn_basis: side", side, target.SIDES)
+    check_choice("learn_basis: normalize", normalize, autoencoder.NORMALIZATIONS)
+    check_choice("learn_basis: side", side, target.SIDES)
     if not isinstance(init, Mapping):
-        target.check_choice("learn_basis: init", init, INITS)
+        check_choice("learn_basis: init", init, INITS)
     dtype = storage.check_dtype("learn_basis", dtype)
     always = not callable(every) and every == 1
 
@@ -251,7 +257,7 @@ def learn_basis(
                     rate,
                 )
                 calls.append(((leaf.view, leaf.sides), arguments))
-            results = tree.map_sharing(learn_one, calls)
+            results = map_sharing(learn_one, calls)
             done = jnp.stack([done for _, done in results])
             period = tracker.interval(every, count)
             return (
@@ -273,7 +279,7 @@ def learn_basis(
         count: Any = optax.safe_increment(state.tracker_count)
         if not plan.targets:
             return updates, state._replace(tracker_count=count, plan=plan)
-        gradients = [tree.unbox(leaf) for leaf in leaves]
+        gradients = [unbox(leaf) for leaf in leaves]
         _check_full(plan, gradients)
         pairs, next_refresh, refreshes = learn_all(plan, gradients, state)
         reduction, output = tracker.with_bases(
@@ -300,7 +306,7 @@ def learn_basis(
 
 def _check_full(plan: Plan, gradients: Sequence[Any]) -> None:
     for index in plan.targets:
-        if isinstance(gradients[index], tree.Compact):
+        if isinstance(gradients[index], Compact):
             raise ValueError(
                 f"{plan.leaves[index].path!r}: learn_basis needs the full gradient, got a compact "
                 "one; use jax.value_and_grad, or track with lro.refresh_basis(...)"

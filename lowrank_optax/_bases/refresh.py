@@ -7,19 +7,24 @@ import jax.numpy as jnp
 import optax
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.contract import place_like
+from lowrank_optax._arrays.boxes import unbox
+from lowrank_optax._arrays.compact import Compact
+from lowrank_optax._arrays.mesh import place_like
+from lowrank_optax._arrays.sharing import map_sharing
 from lowrank_optax._bases import find, storage, tracker
 from lowrank_optax._bases.adaptive import AdaptiveEvery, subspace_overlap
 from lowrank_optax._bases.tracker import NEVER, Every
+from lowrank_optax._checks import Rank, check_choice, check_rank
 from lowrank_optax._plan import target
-from lowrank_optax._plan.plan import Plan, make_plan
-from lowrank_optax._plan.target import Rank, Targets
+from lowrank_optax._plan.make_plan import make_plan
+from lowrank_optax._plan.plan import Plan
+from lowrank_optax._plan.target import Targets
 from lowrank_optax._plan.view import Bases
 
 
 def _check_not_compact(plan: Plan, gradients: list[Any]) -> None:
     for index in plan.targets:
-        if isinstance(gradients[index], tree.Compact):
+        if isinstance(gradients[index], Compact):
             raise ValueError(
                 f"{plan.leaves[index].path!r}: this gradient is compact, and its basis came "
                 "beside it; pass it on: tx.update(grads, opt_state, params, bases=bases)"
@@ -104,14 +109,14 @@ def refresh_basis(
         Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
         <https://arxiv.org/abs/2403.03507>`_, 2024
     """
-    target.check_rank(rank, "refresh_basis: rank")
+    check_rank(rank, "refresh_basis: rank")
     adaptive = every if isinstance(every, AdaptiveEvery) else None
     shortest = every.initial if isinstance(every, AdaptiveEvery) else every
     tracker.check_every(
         "refresh_basis", shortest, 'for a basis that never changes use method="frozen"'
     )
-    target.check_choice("refresh_basis: method", method, find.METHODS)
-    target.check_choice("refresh_basis: side", side, target.SIDES)
+    check_choice("refresh_basis: method", method, find.METHODS)
+    check_choice("refresh_basis: side", side, target.SIDES)
     dtype = storage.check_dtype("refresh_basis", dtype, integers=True)
 
     def init_fn(params: Any) -> Any:
@@ -180,7 +185,7 @@ def refresh_basis(
                 (plan.leaves[index].view, pair)
                 for index, pair in zip(plan.targets, zip(new, old, strict=True), strict=True)
             ]
-            overlaps = jnp.stack(tree.map_sharing(overlap, calls))
+            overlaps = jnp.stack(map_sharing(overlap, calls))
             intervals = jnp.where(done, adaptive.following(intervals, overlaps, first), intervals)
         due = following(state.tracker_count, plan, intervals, first)
         next_refresh = jnp.where(done, due, state.next_refresh)
@@ -205,7 +210,7 @@ def refresh_basis(
                     due[number],
                 )
                 calls.append(((leaf.view, leaf.sides), arguments))
-            results = tree.map_sharing(refresh_one, calls)
+            results = map_sharing(refresh_one, calls)
             new, done = [new for new, _ in results], jnp.stack([done for _, done in results])
             return new, scheduled(plan, new, bases, done, state)
 
@@ -245,7 +250,7 @@ def refresh_basis(
         if bases is not None:
             current, counters = accept(plan, bases, old, state)
         else:
-            gradients = [tree.unbox(leaf) for leaf in leaves]
+            gradients = [unbox(leaf) for leaf in leaves]
             _check_not_compact(plan, gradients)
             current, counters = refresh_all(plan, gradients, old, state)
         next_refresh, refreshes, intervals = counters

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.contract import explicit_spec, wide_dtype
+from lowrank_optax._arrays.boxes import rebox_part, unbox
+from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.mesh import explicit_spec
 from lowrank_optax._bases import find, storage
 from lowrank_optax._bases.state import TrackerState
-from lowrank_optax._plan import target
+from lowrank_optax._checks import check_static
 from lowrank_optax._plan.plan import Plan
 from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases
 
@@ -22,7 +24,7 @@ NEVER = np.iinfo(np.int32).max
 
 def check_every(name: str, every: Any, hint: str) -> None:
     """Raises unless ``every`` is a positive int or a schedule; ``name`` is the tracker's."""
-    target.check_static(f"{name}: every", every)
+    check_static(f"{name}: every", every)
     if callable(every):
         return
     if isinstance(every, bool) or not isinstance(every, int | np.integer):
@@ -59,9 +61,9 @@ def basis_trees(plan: Plan, params: Any, bases: Sequence[Bases]) -> tuple[Any, A
             view, one = plan.leaves[index].view, getattr(basis, side)
             if view is not None and one is not None:
                 like = boxes[index]
-                placed = view.place_basis(one, side, tree.unbox(like), spreading=True)
+                placed = view.place_basis(one, side, unbox(like), spreading=True)
                 axes, spec = view.basis_axes(side), explicit_spec(placed)
-                leaves[index] = tree.rebox_part(like, placed, axes, spec)
+                leaves[index] = rebox_part(like, placed, axes, spec)
         trees.append(tree.sparse_tree(treedef, leaves))
     return trees[0], trees[1]
 

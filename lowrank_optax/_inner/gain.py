@@ -10,14 +10,15 @@ from typing import Any
 import jax
 import optax
 
-from lowrank_optax._inner import carry, probe
+from lowrank_optax._inner import probe
+from lowrank_optax._inner.roles import field_roles, is_namedtuple
 
 
 def _forget(state: Any, fresh: Any) -> Any:
     """``state`` with every moment, and the count that corrects its bias, from ``fresh``."""
     kind: Any = type(state)
-    if carry.is_namedtuple(state):
-        forgotten = [*carry.field_roles(state)]
+    if is_namedtuple(state):
+        forgotten = [*field_roles(state)]
         forgotten += ["count"] if forgotten else []
         return kind(
             *(

@@ -9,8 +9,8 @@ import optax
 
 from lowrank_optax._arrays.jaxpr import OnDemand, dependencies
 from lowrank_optax._arrays.rounding import from_codes, to_bfloat16, to_codes
-from lowrank_optax._inner import carry
-from lowrank_optax._plan import target
+from lowrank_optax._checks import check_choice
+from lowrank_optax._inner.roles import field_roles, map_moments
 
 
 class QuantizedState(NamedTuple):
@@ -128,7 +128,7 @@ def _roles(state: Any) -> list[Any]:
     """For each leaf its role as a moment, a string, or the leaf itself."""
 
     def named(node):
-        roles = carry.field_roles(node)
+        roles = field_roles(node)
         return node._replace(
             **{
                 field: jax.tree.map(lambda _, role=role: role, getattr(node, field))
@@ -136,7 +136,7 @@ def _roles(state: Any) -> list[Any]:
             }
         )
 
-    return jax.tree.leaves(carry.map_moments(named, state))
+    return jax.tree.leaves(map_moments(named, state))
 
 
 def quantized_moments(
@@ -180,7 +180,7 @@ def quantized_moments(
     """
     choices = [jnp.dtype(d).name for d in (jnp.int8, jnp.bfloat16)]
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    target.check_choice("quantized_moments: dtype", name, choices)
+    check_choice("quantized_moments: dtype", name, choices)
     dtype = jnp.dtype(dtype)
     if smallest < 64:
         raise ValueError(

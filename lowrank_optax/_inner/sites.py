@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 import jax
 
 from lowrank_optax._arrays import tree
+from lowrank_optax._arrays.boxes import unbox
 from lowrank_optax._arrays.orthonormal import dual
-from lowrank_optax._bases.state import SubspaceState, TrackerState, find_states
-from lowrank_optax._inner import carry
+from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._bases.state import TrackerState
+from lowrank_optax._inner.roles import field_roles
 from lowrank_optax._plan.plan import LeafPlan
 from lowrank_optax._plan.view import Bases
+from lowrank_optax._subspace.state import SubspaceState
 
 
 class Space(NamedTuple):
@@ -124,7 +127,7 @@ def sites(state: Any, paths: Sequence[str]) -> list[Site]:
             name = getattr(key, "name", None)
             if isinstance(node, tuple) and name in getattr(node, "_fields", ()):
                 owner, field, rest = node, str(name), keys[number + 1 :]
-                role = carry.field_roles(node).get(field)
+                role = field_roles(node).get(field)
                 if isinstance(node, SubspaceState) and field == "inner_state":
                     if id(node) not in by_node:
                         by_node[id(node)] = _spaces(node)
@@ -135,7 +138,7 @@ def sites(state: Any, paths: Sequence[str]) -> list[Site]:
             node = _child(node, key)
         path = tree.path_name(rest)
         space = spaces.get(path, Space()) if path in known else Space()
-        return Site(tree.path_name(keys), owner, field, path, role, space, tree.unbox(value))
+        return Site(tree.path_name(keys), owner, field, path, role, space, unbox(value))
 
     pairs = jax.tree_util.tree_flatten_with_path(state, is_leaf=tree.is_leaf)[0]
     return [site(keys, value) for keys, value in pairs]

@@ -11,11 +11,14 @@ from jaxtyping import Array, Float
 from lowrank_optax._arrays.contract import on_replicated
 from lowrank_optax._arrays.orthonormal import gram, orthonormalize, times
 from lowrank_optax._bases import find
+from lowrank_optax._checks import Rank, check_choice, check_rank
 from lowrank_optax._matrix_free.loss import CompactLoss
-from lowrank_optax._matrix_free.targets import CompactTarget, moment_of
+from lowrank_optax._matrix_free.products import moment_of
+from lowrank_optax._matrix_free.targets import CompactTarget
 from lowrank_optax._plan import target
-from lowrank_optax._plan.plan import LeafPlan, make_plan
-from lowrank_optax._plan.target import Rank, Targets
+from lowrank_optax._plan.make_plan import make_plan
+from lowrank_optax._plan.plan import LeafPlan
+from lowrank_optax._plan.target import Targets
 from lowrank_optax._plan.view import Bases, View
 
 # Further directions, dropped at the end: a random start may all but miss a leading one.
@@ -94,8 +97,8 @@ def activation_basis(
         >>> tracker.init(params).reduction_basis["kernel"].shape
         (16, 4)
     """
-    target.check_rank(rank, "activation_basis: rank")
-    target.check_choice("activation_basis: side", side, target.SIDES)
+    check_rank(rank, "activation_basis: rank")
+    check_choice("activation_basis: side", side, target.SIDES)
     batches = list(batches)
     if not batches:
         raise ValueError("activation_basis: batches is empty; give one batch at least")

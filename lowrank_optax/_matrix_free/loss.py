@@ -7,10 +7,12 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from lowrank_optax._arrays import contract, tree
-from lowrank_optax._arrays.tree import Compact
+from lowrank_optax._arrays import mesh, tree
+from lowrank_optax._arrays.boxes import rebox, unbox
+from lowrank_optax._arrays.compact import Compact
 from lowrank_optax._matrix_free import interpreter
-from lowrank_optax._matrix_free.targets import CompactTarget, factored_weight
+from lowrank_optax._matrix_free.products import factored_weight
+from lowrank_optax._matrix_free.targets import CompactTarget
 from lowrank_optax._matrix_free.weight import Factored, Product
 
 
@@ -34,7 +36,7 @@ class CompactLoss:
         paths, boxes, self._treedef = tree.flatten_with_paths(args[argnums])
         self._boxes = boxes
         self._present = [i for i, box in enumerate(boxes) if box is not None]
-        self._leaves = {i: tree.unbox(boxes[i]) for i in self._present}
+        self._leaves = {i: unbox(boxes[i]) for i in self._present}
         self._has_aux = has_aux
         self._aux_treedef: Any = None
         self._aux_static: dict[int, Any] = {}
@@ -45,7 +47,7 @@ class CompactLoss:
         def flat_loss(leaves):
             filled = list(boxes)
             for i, leaf in zip(self._present, leaves, strict=True):
-                filled[i] = tree.rebox(boxes[i], leaf)
+                filled[i] = rebox(boxes[i], leaf)
             params = tree.unflatten(self._treedef, filled)
             result = loss_fn(*args[:argnums], params, *args[argnums + 1 :], **kwargs)
             value, aux = result if has_aux else (result, None)
@@ -113,7 +115,7 @@ class CompactLoss:
         """The value (with aux) and the tree of gradients, as the caller gets them."""
         filled = list(self._boxes)
         for i, gradient in gradients.items():
-            filled[i] = tree.rebox(self._boxes[i], gradient)
+            filled[i] = rebox(self._boxes[i], gradient)
         for place, gradient in zip(self.places, compact, strict=True):
             filled[place] = gradient
         grads = tree.unflatten(self._treedef, filled)
@@ -127,7 +129,7 @@ class CompactLoss:
 def _spread(product: Product, weight: Array) -> Array:
     """The empty core of a product, placed as the optimizer keeps such arrays."""
     axes = [axis if axis >= 0 else None for axis in product.axes.core]
-    return contract.place(product.core, axes, weight, spreading=True)
+    return mesh.place(product.core, axes, weight, spreading=True)
 
 
 def _is_array(x: Any) -> bool:

@@ -11,19 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lowrank_optax._arrays.contract import place_like, shard_like, wide_dtype
+from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.mesh import place_like, shard_like
 from lowrank_optax._arrays.orthonormal import orthonormalize, whiten
-from lowrank_optax._arrays.tree import map_sharing
+from lowrank_optax._arrays.sharing import map_sharing
 from lowrank_optax._bases import find, storage
 from lowrank_optax._matrix_free.loss import CompactLoss
-from lowrank_optax._matrix_free.targets import (
-    ITERATED,
-    CompactTarget,
-    one_sided,
-    product_of,
-    view_of,
-    wide,
-)
+from lowrank_optax._matrix_free.products import one_sided, product_of
+from lowrank_optax._matrix_free.targets import ITERATED, CompactTarget, view_of, wide
 from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases, View
 
 _OTHER = {REDUCTION: OUTPUT, OUTPUT: REDUCTION}

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from lowrank_optax._matrix_free.loss import CompactLoss
-from lowrank_optax._matrix_free.targets import find_targets, main_product, view_of, wide
+from lowrank_optax._matrix_free.products import main_product
+from lowrank_optax._matrix_free.targets import find_targets, view_of, wide
 
 
 @dataclasses.dataclass(frozen=True)

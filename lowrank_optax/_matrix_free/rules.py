@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from lowrank_optax._arrays.contract import contract, type_sharding
+from lowrank_optax._arrays.contract import contract
+from lowrank_optax._arrays.mesh import type_sharding
 from lowrank_optax._matrix_free.weight import (
     FREE,
     Factored,

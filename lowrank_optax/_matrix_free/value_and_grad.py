@@ -10,16 +10,9 @@ from jaxtyping import Array
 
 from lowrank_optax._bases.storage import store_all
 from lowrank_optax._matrix_free.loss import CompactLoss
+from lowrank_optax._matrix_free.products import main_product, one_of, split_extra
 from lowrank_optax._matrix_free.refresh import refreshed_bases
-from lowrank_optax._matrix_free.targets import (
-    CompactTarget,
-    find_targets,
-    main_product,
-    one_of,
-    split_extra,
-    view_of,
-    wide,
-)
+from lowrank_optax._matrix_free.targets import CompactTarget, find_targets, view_of, wide
 from lowrank_optax._plan.view import Bases
 
 

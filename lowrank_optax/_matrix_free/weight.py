@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lowrank_optax._arrays.contract import contract, place_like
+from lowrank_optax._arrays.contract import contract
+from lowrank_optax._arrays.mesh import place_like
 
 # Axes are named by the axis numbers of the parameter. An array axis may hold several of them,
 # merged by a reshape, or none, if it has length 1.

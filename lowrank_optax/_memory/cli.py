@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lowrank_optax._memory.compiler import DEVICES
 from lowrank_optax._memory.decoder import OPTIMIZERS
+from lowrank_optax._memory.devices import DEVICES
 from lowrank_optax._memory.models import MODELS
 from lowrank_optax._memory.plan import memory_plan
 

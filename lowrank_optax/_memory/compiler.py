@@ -13,37 +13,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from lowrank_optax._memory.models import choose
+from lowrank_optax._checks import choose
+from lowrank_optax._memory.devices import DEVICES, GPUS
 
-GB = 10**9
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """A device to plan for.
-
-    Attributes:
-        memory: bytes.
-        platform: ``"tpu"`` or ``"gpu"``.
-    """
-
-    memory: int
-    platform: str
-
-
-DEVICES = {
-    "v4": Device(32 * 2**30, "tpu"),
-    "v5e": Device(16 * 2**30, "tpu"),
-    "v5p": Device(95 * 2**30, "tpu"),
-    "v6e": Device(32 * 2**30, "tpu"),
-    "a100": Device(80 * GB, "gpu"),
-    "h100": Device(80 * GB, "gpu"),
-    "h200": Device(141 * GB, "gpu"),
-}
 """Devices by name, with their memory."""
 
-# The cards that the worker can describe to the GPU compiler.
-GPUS = ("h100",)
 
 _EXTRAS = {
     "tpu": ("libtpu", "jax[tpu]"),

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lowrank_optax._checks import choose
 from lowrank_optax._matrix_free.value_and_grad import compact_value_and_grad
-from lowrank_optax._memory.models import ModelShape, choose
-from lowrank_optax._optimizers.adamw import galore_adamw
+from lowrank_optax._memory.models import ModelShape
+from lowrank_optax._optimizers.galore import galore_adamw
 
 BATCH_AXES = ("data", "fsdp")
 

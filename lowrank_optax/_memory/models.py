@@ -4,7 +4,6 @@ Only shapes: nothing here holds a number that was trained.
 """
 
 import dataclasses
-import difflib
 import json
 import os
 import pathlib
@@ -14,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+
+from lowrank_optax._checks import choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +101,6 @@ MODELS: dict[str, ModelShape] = {
 
 # Families whose block is the one described here: RMSNorm, rotary positions, SwiGLU.
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def choose(what: str, name: str, choices: Any) -> str:
-    """``name`` if it is one of ``choices``, else a ValueError that lists them."""
-    if name in choices:
-        return name
-    near = difflib.get_close_matches(name, list(choices), 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{what} {name!r} is none of {', '.join(choices)}{hint}")
 
 
 def _from_config(config: Any, name: str) -> ModelShape:

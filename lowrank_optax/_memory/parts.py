@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from lowrank_optax._arrays import placement
-from lowrank_optax._arrays.tree import by_path
-from lowrank_optax._bases.state import TrackerState, arrays_on_core, find_states
+from lowrank_optax._arrays.mesh import axis_names, fit, spec_of
+from lowrank_optax._arrays.tree import by_path, find_states
+from lowrank_optax._bases.state import TrackerState, arrays_on_core
 from lowrank_optax._memory.decoder import BATCH_AXES, make_optimizer
 from lowrank_optax._memory.models import ModelShape, abstract_params, param_specs
 from lowrank_optax._states.shardings import state_shardings
@@ -91,11 +91,10 @@ def placed_params(setting: Setting, mesh: Any) -> Any:
 
     def place(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         names = [
-            tuple(name for name in entry if name in sizes)
-            for entry in placement.axis_names(spec, x.ndim)
+            tuple(name for name in entry if name in sizes) for entry in axis_names(spec, x.ndim)
         ]
-        names = placement.fit(names, x.shape, sizes)
-        sharding = NamedSharding(mesh, placement.spec_of(names))
+        names = fit(names, x.shape, sizes)
+        sharding = NamedSharding(mesh, spec_of(names))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(place, params, param_specs(params))

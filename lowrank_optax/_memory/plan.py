@@ -6,12 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from lowrank_optax._memory.compiler import DEVICES, CompiledMemory, compile_step, parse_target
+from lowrank_optax._checks import check_rank, choose
+from lowrank_optax._memory.compiler import CompiledMemory, compile_step, parse_target
 from lowrank_optax._memory.decoder import BATCH_AXES, OPTIMIZERS
-from lowrank_optax._memory.models import choose, model_shape
+from lowrank_optax._memory.devices import DEVICES
+from lowrank_optax._memory.models import model_shape
 from lowrank_optax._memory.parts import MESH_AXES, Parts, Setting, count_parts
-from lowrank_optax._plan import target
-from lowrank_optax._states.describe import format_bytes
+from lowrank_optax._text import format_bytes
 
 # A low-rank optimizer that saves less than this share of AdamW's step is not worth its tuning.
 WORTHWHILE = 0.15
@@ -192,7 +193,7 @@ def memory_plan(
         True
     """
     choose("optimizer", optimizer, OPTIMIZERS)
-    target.check_rank(rank, "rank")
+    check_rank(rank, "rank")
     sizes = parse_mesh(mesh)
     for name, value in (("param_dtype", param_dtype), ("moment_dtype", moment_dtype)):
         choose(name, value, ("bfloat16", "float16", "float32", *(["param"] * (name[0] == "m"))))

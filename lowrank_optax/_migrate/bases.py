@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays.contract import place_like, wide_dtype
+from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.orthonormal import gram, orthonormalize, times
 from lowrank_optax._bases import find, storage
 from lowrank_optax._bases.state import TrackerState

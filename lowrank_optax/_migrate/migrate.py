@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.contract import place_like
-from lowrank_optax._bases.state import TrackerState, find_states
+from lowrank_optax._arrays.boxes import rebox, unbox
+from lowrank_optax._arrays.mesh import place_like
+from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._inner.sites import Site, Space, sites
 from lowrank_optax._migrate import bases, reencode
 from lowrank_optax._migrate.source import COUNTS, Biases, OldState
@@ -252,7 +254,7 @@ def migrate(
     # A checkpoint may have been read as NumPy arrays.
     opt_state = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), opt_state)
     arrays = {
-        path: tree.unbox(leaf) for path, leaf in zip(paths, leaves, strict=True) if leaf is not None
+        path: unbox(leaf) for path, leaf in zip(paths, leaves, strict=True) if leaf is not None
     }
     shapes = {path: tuple(array.shape) for path, array in arrays.items()}
     old = OldState(sites(opt_state, paths))
@@ -283,5 +285,5 @@ def migrate(
     for number, value in carried.items():
         like = new[number].value
         value = value if value.dtype == like.dtype else value.astype(like.dtype)
-        boxes[number] = tree.rebox(boxes[number], place_like(value, like))
+        boxes[number] = rebox(boxes[number], place_like(value, like))
     return tree.unflatten(treedef, boxes)

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from lowrank_optax._inner import carry, probe
+from lowrank_optax._inner.roles import field_roles
 from lowrank_optax._inner.sites import Site, sites
 
 # Fields that count updates, the most telling first.
@@ -60,7 +61,7 @@ class Biases:
 
         self._probed: dict[int, tuple[Any, Any]] = {}
         nodes = owners(old.sites)
-        if not any("second" in carry.field_roles(node).values() for node in nodes):
+        if not any("second" in field_roles(node).values() for node in nodes):
             return
         try:
             with warnings.catch_warnings():

@@ -1,8 +1,19 @@
 """The lift that only scales the gradient: ``apollo_lift``."""
 
+from typing import Any
+
+import jax
 import optax
 
-from lowrank_optax._plan import target
+from lowrank_optax._arrays.norms import norm
+from lowrank_optax._bases.adaptive import AdaptiveEvery
+from lowrank_optax._bases.refresh import refresh_basis
+from lowrank_optax._bases.tracker import Every
+from lowrank_optax._checks import Rank, check_choice
+from lowrank_optax._inner.carry import Moments
+from lowrank_optax._optimizers.adamw import plain_adamw
+from lowrank_optax._optimizers.galore import galore_project
+from lowrank_optax._plan.target import Targets
 from lowrank_optax._subspace import scaling
 from lowrank_optax._subspace.lift import Lift
 
@@ -49,7 +60,7 @@ def apollo_lift(per: str = "channel", limit: float | None = 1.01) -> Lift:
         Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
         <https://arxiv.org/abs/2412.05270>`_, 2024
     """
-    target.check_choice("apollo_lift: per", per, scaling.PER)
+    check_choice("apollo_lift: per", per, scaling.PER)
     scaling.check_limit("apollo_lift", limit)
 
     def update_fn(targets, state):
@@ -57,7 +68,7 @@ def apollo_lift(per: str = "channel", limit: float | None = 1.01) -> Lift:
         factors = [1.0] * len(targets)
         if limit is not None:
             norms = [
-                scaling.matrix_norms(t, s.leaf * scaling.norm(t.gradient, s.leaf_axes))
+                scaling.matrix_norms(t, s.leaf * norm(t.gradient, s.leaf_axes))
                 for t, s in zip(targets, scalings, strict=True)
             ]
             factors, state = scaling.limit_growth(targets, norms, limit, state)
@@ -68,3 +79,84 @@ def apollo_lift(per: str = "channel", limit: float | None = 1.01) -> Lift:
 
     init = scaling.growth_init if limit is not None else lambda plan: optax.EmptyState()
     return Lift("apollo_lift", init, update_fn, needs_gradient=True, needs_gain=True)
+
+
+def apollo_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    rank: Rank = 128,
+    refresh_every: Every | AdaptiveEvery = 200,
+    scale: jax.typing.ArrayLike = 1.0,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    targets: Targets = None,
+    *,
+    per: str = "channel",
+    limit: float | None = 1.01,
+    side: str = "smaller",
+    moments: Moments = "keep",
+    mask: Any = None,
+    mu_dtype: Any = None,
+    stagger: bool = False,
+    metrics: bool = False,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The gradient at the step size that AdamW has in a random subspace: APOLLO.
+
+    .. math:: \Delta W_t = -\eta\,(\alpha\,G_t\,\mathrm{diag}(s_t) + \lambda W_t), \qquad
+              s_{t,j} = \frac{\|\mathrm{adam}(P_t^T G_t)_{:,j}\|}{\|(P_t^T G_t)_{:,j}\|}
+
+    APOLLO-Mini is ``apollo_adamw(..., rank=1, per="tensor")``.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule of the step.
+        rank: columns of each basis, or a fraction of each matrix's smaller side.
+        refresh_every: steps between two random bases, or a schedule of the step.
+        scale: :math:`\alpha`, over that of the paper as :func:`apollo_lift` says. At 1, good
+            learning rates are those of ``optax.adamw``.
+        b1: as for :func:`galore_adamw`, like everything else that is not said here.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: :math:`\lambda`, decoupled, on the whole weight.
+        targets: which leaves are projected.
+        per: ``"channel"`` or ``"tensor"``: what shares one factor.
+        limit: largest growth of the step's norm from one step to the next.
+        side: the matrix side that bases live on.
+        moments: what happens to moments when the basis is drawn anew. Only their norms matter,
+            which ``"keep"`` keeps.
+        mask: which leaves decay.
+        mu_dtype: dtype of the first moment.
+        stagger: spread the leaves' refreshes over the interval.
+        metrics: keep fidelity metrics in the state.
+        seed: seed of the bases.
+
+    Returns:
+        A gradient transformation with extra arguments. It needs full gradients.
+
+    Example:
+        >>> import jax.numpy as jnp, lowrank_optax as lro
+        >>> tx = lro.apollo_adamw(1e-3, rank=4)
+        >>> params = {"kernel": jnp.ones((16, 32))}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+
+    References:
+        Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
+        <https://arxiv.org/abs/2412.05270>`_, 2024
+    """
+    return galore_project(
+        plain_adamw(learning_rate, b1, b2, eps, weight_decay, mask, mu_dtype),
+        refresh_basis(
+            rank,
+            refresh_every,
+            method="random",
+            side=side,
+            targets=targets,
+            stagger=stagger,
+            seed=seed,
+        ),
+        scale=scale,
+        lift=apollo_lift(per, limit),
+        moments=moments,
+        metrics=metrics,
+    )

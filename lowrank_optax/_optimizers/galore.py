@@ -2,10 +2,17 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
+from lowrank_optax._bases.adaptive import AdaptiveEvery
 from lowrank_optax._bases.refresh import refresh_basis
+from lowrank_optax._bases.tracker import Every
+from lowrank_optax._checks import Rank
 from lowrank_optax._inner.carry import Moments
+from lowrank_optax._optimizers.adamw import plain_adamw
+from lowrank_optax._plan.target import Targets
 from lowrank_optax._subspace.lift import Lift
 from lowrank_optax._subspace.optimizer import subspace_optimizer
 
@@ -86,3 +93,77 @@ def galore_project(
         moments=moments,
         metrics=metrics,
     )
+
+
+def galore_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    rank: Rank = 128,
+    refresh_every: Every | AdaptiveEvery = 200,
+    scale: jax.typing.ArrayLike = 0.25,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    targets: Targets = None,
+    *,
+    method: str = "subspace",
+    side: str = "smaller",
+    moments: Moments = "rotate",
+    mask: Any = None,
+    mu_dtype: Any = None,
+    stagger: bool = False,
+    metrics: bool = False,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdamW in a low-rank subspace of each gradient: GaLore.
+
+    .. math:: \Delta W_t = -\eta\,\bigl(\alpha\,P_t\,\mathrm{adam}(P_t^T G_t) + \lambda W_t\bigr)
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule of the step. With the default
+            scale, good values are three to ten times those of ``optax.adamw``.
+        rank: columns of each basis, or a fraction of each matrix's smaller side. Leaves
+            whose smaller side is not larger are trained full-rank.
+        refresh_every: steps between refreshes of a basis, or a schedule of the step.
+        scale: :math:`\alpha`, the paper's factor on projected updates.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: :math:`\lambda`, decoupled, on the whole weight.
+        targets: which leaves are projected, as for :func:`refresh_basis`.
+        method: how bases are found, as for :func:`refresh_basis`.
+        side: the matrix side that bases live on.
+        moments: what happens to moments at a refresh, as for :func:`galore_project`.
+        mask: which leaves decay, as for ``optax.adamw``.
+        mu_dtype: dtype of the first moment, as for ``optax.adamw``.
+        stagger: spread the leaves' refreshes over the interval.
+        metrics: keep fidelity metrics in the state.
+        seed: seed of the random starts.
+
+    Returns:
+        A gradient transformation with extra arguments.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, lowrank_optax as lro
+        >>> tx = lro.galore_adamw(1e-2, rank=4)
+        >>> params = {"kernel": jnp.ones((16, 32))}
+        >>> state = tx.init(params)
+        >>> grads = jax.grad(lambda p: jnp.sum(p["kernel"] ** 2))(params)
+        >>> updates, state = tx.update(grads, state, params)
+
+    References:
+        Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
+        <https://arxiv.org/abs/2403.03507>`_, 2024
+    """
+    inner = plain_adamw(learning_rate, b1, b2, eps, weight_decay, mask, mu_dtype)
+    tracker = refresh_basis(
+        rank,
+        refresh_every,
+        method=method,
+        side=side,
+        targets=targets,
+        stagger=stagger,
+        dtype=jnp.float32,
+        seed=seed,
+    )
+    return galore_project(inner, tracker, scale=scale, moments=moments, metrics=metrics)

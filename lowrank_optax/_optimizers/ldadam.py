@@ -7,12 +7,21 @@ import jax.numpy as jnp
 import optax
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.contract import place_like, wide_dtype
-from lowrank_optax._bases.state import SubspaceState, TrackerState, find_states
-from lowrank_optax._inner import carry
-from lowrank_optax._plan import target
+from lowrank_optax._arrays.boxes import rebox, unbox
+from lowrank_optax._arrays.compact import Compact
+from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.mesh import place_like
+from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._bases.refresh import refresh_basis
+from lowrank_optax._bases.state import TrackerState
+from lowrank_optax._checks import Rank, check_static
+from lowrank_optax._inner.roles import field_roles, map_moments, opened
+from lowrank_optax._optimizers.adamw import plain_adamw
+from lowrank_optax._optimizers.galore import galore_project
 from lowrank_optax._plan.plan import Plan
+from lowrank_optax._plan.target import Targets
 from lowrank_optax._plan.view import Bases
+from lowrank_optax._subspace.state import SubspaceState
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -45,13 +54,13 @@ def _first_moments(inner_state: Any, plan: Plan) -> dict[str, jax.Array]:
     found: dict[str, jax.Array] = {}
 
     def note(node):
-        for field, role in carry.field_roles(node).items():
+        for field, role in field_roles(node).items():
             if role == "first":
                 for path, value in tree.by_path(getattr(node, field)).items():
                     found.setdefault(path, value)
         return node
 
-    carry.map_moments(note, carry.opened(inner_state))
+    map_moments(note, opened(inner_state))
     shapes = {plan.leaves[i].path: plan.leaves[i].core_shape for i in plan.targets}
     return {p: m for p, m in found.items() if shapes.get(p) == m.shape}
 
@@ -102,7 +111,7 @@ def error_feedback(
         Robert et al., `LDAdam: Adaptive Optimization from Low-Dimensional Gradient
         Statistics <https://arxiv.org/abs/2410.16103>`_, 2024
     """
-    target.check_static("error_feedback: b1", b1)
+    check_static("error_feedback: b1", b1)
     if not 0 <= b1 < 1:
         raise ValueError(f"error_feedback: b1={b1} must be in [0, 1)")
     inner = optax.with_extra_args_support(optimizer)
@@ -114,7 +123,7 @@ def error_feedback(
         leaves, treedef = tree.flatten(params)
         buffers: list[Any] = [None] * len(leaves)
         for index in tracker.plan.targets:
-            leaf = tree.unbox(leaves[index])
+            leaf = unbox(leaves[index])
             buffers[index] = place_like(jnp.zeros(leaf.shape, dtype), leaf)
         return ErrorFeedbackState(subspace_state, tree.sparse_tree(treedef, buffers))
 
@@ -127,22 +136,22 @@ def error_feedback(
         plan.check_count(boxes, "updates")
         sums = list(boxes)
         for index in plan.targets:
-            path, gradient = plan.leaves[index].path, tree.unbox(boxes[index])
-            if isinstance(gradient, tree.Compact):
+            path, gradient = plan.leaves[index].path, unbox(boxes[index])
+            if isinstance(gradient, Compact):
                 raise ValueError(
                     f"{path!r}: error_feedback needs the full gradient, got a compact one; use "
                     "jax.value_and_grad in place of compact_value_and_grad"
                 )
             wide = wide_dtype(gradient, errors[path])
             total = gradient.astype(wide) + errors[path].astype(wide)
-            sums[index] = tree.rebox(boxes[index], total)
+            sums[index] = rebox(boxes[index], total)
         results, subspace_state = inner.update(
             tree.unflatten(treedef, sums), state.subspace_state, params, **extra_args
         )
         _, _, new = _found(subspace_state)
         fresh = {}
         for index, here, before in zip(plan.targets, new, old, strict=True):
-            leaf, kept = plan.leaves[index], tree.unbox(sums[index])
+            leaf, kept = plan.leaves[index], unbox(sums[index])
             assert leaf.view is not None
             if leaf.path in moments and b1 > 0:
                 momentum = leaf.view.lift(moments[leaf.path].astype(kept.dtype), before)
@@ -154,3 +163,64 @@ def error_feedback(
         return results, ErrorFeedbackState(subspace_state, tree.with_leaves(state.feedback, fresh))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def ldadamw(
+    learning_rate: optax.ScalarOrSchedule,
+    rank: Rank = 128,
+    scale: jax.typing.ArrayLike = 1.0,
+    b1: float = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    targets: Targets = None,
+    *,
+    side: str = "smaller",
+    mask: Any = None,
+    mu_dtype: Any = None,
+    metrics: bool = False,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdamW in a subspace that follows the gradient at every step, with error feedback: LDAdam.
+
+    One subspace iteration a step, moments carried over by ``"rotate"``, and what is lost added to
+    the next gradient by :func:`error_feedback`, which **costs one full-sized buffer a target**. The
+    paper's subspace follows a mixture of gradient and momentum, here it follows the gradient
+    with its feedback.
+
+    Args:
+        learning_rate: a number or a schedule of the step.
+        rank: columns of each basis, or a fraction of each matrix's smaller side.
+        scale: factor on projected updates.
+        b1: as for :func:`galore_adamw`, like everything else that is not said here. A Python
+            number, since the feedback of the momentum depends on it.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, on the whole weight.
+        targets: which leaves are projected.
+        side: the matrix side that bases live on.
+        mask: which leaves decay.
+        mu_dtype: dtype of the first moment.
+        metrics: keep fidelity metrics in the state.
+        seed: seed of the random starts.
+
+    Returns:
+        A gradient transformation with extra arguments. It needs full gradients.
+
+    Example:
+        >>> import jax.numpy as jnp, lowrank_optax as lro
+        >>> tx = lro.ldadamw(1e-3, rank=4)
+        >>> params = {"kernel": jnp.ones((16, 32))}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+
+    References:
+        Robert et al., `LDAdam: Adaptive Optimization from Low-Dimensional Gradient
+        Statistics <https://arxiv.org/abs/2410.16103>`_, 2024
+    """
+    subspace = galore_project(
+        plain_adamw(learning_rate, b1, b2, eps, weight_decay, mask, mu_dtype),
+        refresh_basis(rank, 1, side=side, targets=targets, seed=seed),
+        scale=scale,
+        metrics=metrics,
+    )
+    return error_feedback(subspace, b1=b1)

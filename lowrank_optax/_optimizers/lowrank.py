@@ -1,11 +1,20 @@
 """Fira's idea without the full gradient: ``sketched_residual_lift``."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from lowrank_optax._bases.extra_directions import Sketch, check_one_sided
-from lowrank_optax._plan import target
+from lowrank_optax._bases.refresh import refresh_basis
+from lowrank_optax._bases.tracker import Every
+from lowrank_optax._checks import Rank, check_static
+from lowrank_optax._inner.carry import Moments
+from lowrank_optax._optimizers.adamw import plain_adamw
+from lowrank_optax._optimizers.galore import galore_project
+from lowrank_optax._plan.target import Targets
 from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases
 from lowrank_optax._subspace import scaling
 from lowrank_optax._subspace.lift import Lift
@@ -52,7 +61,7 @@ def sketched_residual_lift(
         ...     lift=lro.sketched_residual_lift(),
         ... )
     """
-    target.check_static("sketched_residual_lift: extra", extra)
+    check_static("sketched_residual_lift: extra", extra)
     if isinstance(extra, bool) or not isinstance(extra, int | float | np.integer | np.floating):
         raise TypeError(f"sketched_residual_lift: extra must be a number, got {extra!r}")
     if not (np.isfinite(extra) and extra > 0):
@@ -80,3 +89,100 @@ def sketched_residual_lift(
         return lifted, state
 
     return Lift("sketched_residual_lift", init_fn, update_fn, needs_gain=True)
+
+
+def lowrank_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    rank: Rank = 0.25,
+    refresh_every: Every = 200,
+    scale: jax.typing.ArrayLike = 0.25,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    targets: Targets = None,
+    *,
+    extra: int | float = 1.0,
+    side: str = "smaller",
+    moments: Moments = "rotate",
+    mask: Any = None,
+    mu_dtype: Any = None,
+    stagger: bool = False,
+    metrics: bool = False,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdamW in random subspaces, with a sample of what they leave out: the one to start with.
+
+    .. math:: \Delta W_t = -\eta\,\bigl(\alpha\,(P_t\,u_t + s_t \odot Q_t Q_t^T G_t)
+              + \lambda W_t\bigr), \qquad u_t = \mathrm{adam}(P_t^T G_t), \qquad
+              s_{t,j} = \frac{\|u_{t,j}\|}{\|P_t^T G_{t,j}\|}
+
+    P is a random orthonormal basis, drawn anew at each refresh; Q holds random directions
+    outside its span, drawn anew at every step and never stored; j counts columns. It needs no
+    factorization of a gradient, and with :func:`compact_value_and_grad` no gradient at all.
+    In this library's benchmark it was ahead of every optimizer that keeps to a subspace, at
+    their bytes, and its lead over AdamW shrank with the length of training: see
+    ``benchmarks/RESULTS.md``.
+
+    It is :func:`galore_project` around ``optax.adamw`` with
+    ``refresh_basis(method="random", dtype=jnp.bfloat16)`` and :func:`sketched_residual_lift`.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule of the step. Leaves that are trained
+            full-rank have this rate, projected ones ``scale`` times it; with the default scale,
+            good values are three to ten times those of ``optax.adamw``.
+        rank: columns of each basis, or a fraction of each matrix's smaller side. Leaves
+            whose smaller side is not larger are trained full-rank.
+        refresh_every: steps between refreshes of a basis, or a schedule of the step.
+        scale: :math:`\alpha`, on the updates of projected leaves.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: :math:`\lambda`, decoupled, on the whole weight.
+        targets: which leaves are projected, as for :func:`refresh_basis`.
+        extra: columns of Q, an int; or a float, as a multiple of the rank.
+        side: the matrix side that bases live on, not ``"both"``.
+        moments: what happens to moments at a refresh, as for :func:`galore_project`.
+        mask: which leaves decay, as for ``optax.adamw``.
+        mu_dtype: dtype of the first moment, as for ``optax.adamw``.
+        stagger: spread the leaves' refreshes over the interval.
+        metrics: keep fidelity metrics in the state.
+        seed: seed of the draws.
+
+    Returns:
+        A gradient transformation with extra arguments.
+
+    Raises:
+        TypeError: if a static argument is an array or has the wrong type.
+        ValueError: if an argument is out of its range, at construction or, naming the leaf, at
+            ``init``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, lowrank_optax as lro
+        >>> tx = lro.lowrank_adamw(1e-2, rank=0.25)
+        >>> params = {"kernel": jnp.ones((16, 32))}
+        >>> state = tx.init(params)
+        >>> grads = jax.grad(lambda p: jnp.sum(p["kernel"] ** 2))(params)
+        >>> updates, state = tx.update(grads, state, params)
+
+    References:
+        Chen et al., `Fira: Can We Achieve Full-rank Training of LLMs Under Low-rank Constraint?
+        <https://arxiv.org/abs/2410.01623>`_, 2024 (the scale of the residual)
+    """
+    return galore_project(
+        plain_adamw(learning_rate, b1, b2, eps, weight_decay, mask, mu_dtype),
+        refresh_basis(
+            rank,
+            refresh_every,
+            method="random",
+            side=side,
+            targets=targets,
+            stagger=stagger,
+            dtype=jnp.bfloat16,
+            seed=seed,
+        ),
+        scale=scale,
+        lift=sketched_residual_lift(extra, seed=seed),
+        moments=moments,
+        metrics=metrics,
+    )

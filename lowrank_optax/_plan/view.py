@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from lowrank_optax._arrays.contract import REFRESH_PRECISION, STEP_PRECISION, contract, place
+from lowrank_optax._arrays.contract import REFRESH_PRECISION, STEP_PRECISION, contract
+from lowrank_optax._arrays.mesh import place
 
 REDUCTION, OUTPUT = "reduction", "output"
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_optax._bases.state import SubspaceState, TrackerState, find_states
+from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._bases.state import TrackerState
+from lowrank_optax._checks import check_rank
 from lowrank_optax._plan.plan import LeafPlan
-from lowrank_optax._plan.target import check_rank
 from lowrank_optax._ranks import rules
+from lowrank_optax._subspace.state import SubspaceState
 
 
 def _batched(basis: Any, leaf: LeafPlan) -> np.ndarray:

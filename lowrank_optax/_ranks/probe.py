@@ -9,15 +9,12 @@ import jax
 import numpy as np
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._plan.plan import Plan, make_plan
-from lowrank_optax._plan.target import (
-    Table,
-    as_target,
-    check_choice,
-    check_rank,
-    is_entry,
-    is_table,
-)
+from lowrank_optax._arrays.boxes import unbox
+from lowrank_optax._arrays.compact import Compact
+from lowrank_optax._checks import check_choice, check_rank
+from lowrank_optax._plan.make_plan import make_plan
+from lowrank_optax._plan.plan import Plan
+from lowrank_optax._plan.target import Table, as_target, is_entry, is_table
 from lowrank_optax._ranks import rules
 from lowrank_optax._ranks.plot import draw_decay
 from lowrank_optax._ranks.spectrum import METRICS, LeafSpectrum, SpectrumSum
@@ -163,17 +160,17 @@ def _gradient_leaves(plan: Plan, gradients: Any, number: int) -> list[Any]:
             f"batch 0{where}; yield one tree like params a batch"
         )
     for leaf, array in zip(plan.leaves, leaves, strict=True):
-        if isinstance(array, tree.Compact):
+        if isinstance(array, Compact):
             raise ValueError(
                 f"rank_probe: {leaf.path!r}: got a compact gradient, which lies in a basis "
                 "already; use jax.grad"
             )
-        if array is not None and tuple(tree.unbox(array).shape) != leaf.shape:
+        if array is not None and tuple(unbox(array).shape) != leaf.shape:
             raise ValueError(
-                f"rank_probe: {leaf.path!r}: got shape {tuple(tree.unbox(array).shape)} in batch "
+                f"rank_probe: {leaf.path!r}: got shape {tuple(unbox(array).shape)} in batch "
                 f"{number}, expected {leaf.shape} as in batch 0"
             )
-    return [tree.unbox(array) for array in leaves]
+    return [unbox(array) for array in leaves]
 
 
 def rank_probe(

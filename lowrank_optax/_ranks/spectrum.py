@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract, place_like, wide_dtype
+from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract, wide_dtype
+from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._bases.find import is_usable
 from lowrank_optax._plan.plan import LeafPlan
 from lowrank_optax._plan.view import OUTPUT, REDUCTION, View

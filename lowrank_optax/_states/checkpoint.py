@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from lowrank_optax._arrays.tree import flatten_with_paths, unbox
+from lowrank_optax._arrays.boxes import unbox
+from lowrank_optax._arrays.tree import flatten_with_paths
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -9,9 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._bases.state import SubspaceState, TrackerState, find_states
-from lowrank_optax._inner import carry
+from lowrank_optax._arrays.boxes import unbox
+from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._bases.state import TrackerState
+from lowrank_optax._inner.roles import kept_fields
 from lowrank_optax._plan.view import OUTPUT, REDUCTION
+from lowrank_optax._subspace.state import SubspaceState
+from lowrank_optax._text import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,15 +97,6 @@ class Description:
         return "\n".join([*lines, *self.notes])
 
 
-def format_bytes(size: int) -> str:
-    """A size for people: ``1.50 MB``, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            return f"{size} B" if unit == "B" else f"{size:.2f} {unit}"
-        size = size / 1000  # type: ignore[assignment]
-    raise AssertionError
-
-
 def _bytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize  # typed keys have no NumPy dtype
 
@@ -119,7 +114,7 @@ def _bytes_by_leaf(state: Any, paths: list[str]) -> tuple[dict[str, int], int]:
     for name, leaf in zip(names, leaves, strict=True):
         if leaf is None:
             continue
-        size = _bytes(tree.unbox(leaf))
+        size = _bytes(unbox(leaf))
         # A leaf of the state that belongs to params has the params' path at its end.
         parts = name.split("/")
         ends = ("/".join(parts[start:]) for start in range(len(parts)))
@@ -156,9 +151,7 @@ def describe(tx: optax.GradientTransformation, params: Any) -> Description:
     state = jax.eval_shape(tx.init, params)
     adamw = jax.eval_shape(optax.adamw(1.0).init, params)
     names, leaves, _ = tree.flatten_with_paths(params)
-    present = [
-        (n, tree.unbox(leaf)) for n, leaf in zip(names, leaves, strict=True) if leaf is not None
-    ]
+    present = [(n, unbox(leaf)) for n, leaf in zip(names, leaves, strict=True) if leaf is not None]
     paths = [name for name, _ in present]
     sizes, shared = _bytes_by_leaf(state, paths)
     adamw_sizes, _ = _bytes_by_leaf(adamw, paths)
@@ -193,7 +186,7 @@ def _notes(state: Any) -> list[str]:
     notes = []
     for node in find_states(state, SubspaceState):
         for tracker in find_states(node.tracker_state, TrackerState):
-            kept = carry.kept_fields(node.inner_state, tracker.plan)
+            kept = kept_fields(node.inner_state, tracker.plan)
             if kept:
                 notes.append(
                     f"note: {', '.join(kept)}: not recognised as moments, so kept as they are "

@@ -7,11 +7,14 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from lowrank_optax._arrays import placement, tree
-from lowrank_optax._arrays.placement import Names
-from lowrank_optax._bases.state import SubspaceState, TrackerState, find_states
+from lowrank_optax._arrays import tree
+from lowrank_optax._arrays.boxes import is_box, rebox, unbox
+from lowrank_optax._arrays.mesh import Names, axis_names, fit, spec_of, spread
+from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._bases.storage import packed_shape
 from lowrank_optax._plan.plan import LeafPlan, Plan
+from lowrank_optax._subspace.state import SubspaceState
 
 
 class _Placed(NamedTuple):
@@ -31,8 +34,8 @@ def _derived(
 ) -> _Placed:
     """An array of which each axis is one of a parameter's, or a rank axis."""
     own = [() if axis is None else parameter.names[axis] for axis in axes]
-    own = placement.fit(own, shape, mesh)
-    return _Placed(tuple(shape), placement.spread(own, axes, tuple(shape), parameter.names, mesh))
+    own = fit(own, shape, mesh)
+    return _Placed(tuple(shape), spread(own, axes, tuple(shape), parameter.names, mesh))
 
 
 def _bases_of(leaf: LeafPlan, parameter: _Placed, mesh: Mapping[str, int]) -> dict[str, _Placed]:
@@ -72,7 +75,7 @@ class _Walk:
         """A tree like ``state``, where ``of`` are the arrays that its leaves may resemble."""
 
         def is_node(x: Any) -> bool:
-            return isinstance(x, SubspaceState | TrackerState) or x is None or tree.is_box(x)
+            return isinstance(x, SubspaceState | TrackerState) or x is None or is_box(x)
 
         pairs, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_node)
         return jax.tree.unflatten(treedef, [self._node(path, x, of) for path, x in pairs])
@@ -87,7 +90,7 @@ class _Walk:
         return self._array(tree.path_name(path), node, of)
 
     def _array(self, path: str, box: Any, of: _Candidates) -> Any:
-        shape = tuple(tree.unbox(box).shape)
+        shape = tuple(unbox(box).shape)
         # A leaf of the state that belongs to params has the params' path at its end; params
         # that are one array have no path.
         parts = path.split("/")
@@ -96,7 +99,7 @@ class _Walk:
         candidates = of[owner] if owner is not None else ()
         placed = next((c for c in candidates if c.shape == shape), None)
         key = owner if placed is not None else None
-        return tree.rebox(box, self._leaf(key, placed.names if placed else [()] * len(shape)))
+        return rebox(box, self._leaf(key, placed.names if placed else [()] * len(shape)))
 
     def _plans(self, state: Any) -> dict[str, LeafPlan]:
         plans: list[Plan] = [tracker.plan for tracker in find_states(state, TrackerState)]
@@ -140,15 +143,15 @@ def _shardings_of(params: Any, param_shardings: Any) -> list[Any]:
     """One sharding, partition spec or None for each leaf of params."""
     paths, leaves, _ = tree.flatten_with_paths(params)
     if param_shardings is None:
-        return [getattr(tree.unbox(leaf), "sharding", None) for leaf in leaves]
+        return [getattr(unbox(leaf), "sharding", None) for leaf in leaves]
     if _is_sharding(param_shardings):
         return [param_shardings] * len(leaves)
 
     def is_leaf(x: Any) -> bool:
-        return _is_sharding(x) or tree.is_box(x)
+        return _is_sharding(x) or is_box(x)
 
     pairs, _ = jax.tree_util.tree_flatten_with_path(param_shardings, is_leaf=is_leaf)
-    given = {tree.path_name(path): tree.unbox(x) for path, x in pairs}
+    given = {tree.path_name(path): unbox(x) for path, x in pairs}
     odd = sorted(set(given) ^ set(paths))
     if odd:
         where = "params have no such leaf" if odd[0] in given else "it has no sharding"
@@ -181,7 +184,7 @@ def _mesh_sizes(shardings: Sequence[Any]) -> tuple[Any, dict[str, int]]:
     sizes = dict(mesh.shape) if not mesh.empty else {}
     for spec in shardings:
         if isinstance(spec, PartitionSpec):
-            named = {name for names in placement.axis_names(spec, len(spec)) for name in names}
+            named = {name for names in axis_names(spec, len(spec)) for name in names}
             if named - sizes.keys():
                 raise ValueError(
                     f"state_shardings: {spec} names the mesh axis {min(named - sizes.keys())!r}, "
@@ -238,7 +241,7 @@ def state_shardings(
     paths, boxes, _ = tree.flatten_with_paths(params)
     shardings = _shardings_of(params, param_shardings)
     present = {
-        path: (tuple(tree.unbox(box).shape), sharding)
+        path: (tuple(unbox(box).shape), sharding)
         for path, box, sharding in zip(paths, boxes, shardings, strict=True)
         if box is not None
     }
@@ -252,13 +255,13 @@ def state_shardings(
             raise ValueError(
                 f"state_shardings: {path!r}: {spec} has more entries than shape {shape} has axes"
             )
-        names = placement.fit(placement.axis_names(spec, len(shape)), shape, sizes)
+        names = fit(axis_names(spec, len(shape)), shape, sizes)
         placed[path] = [_Placed(shape, names)]
     alone = next((s for _, s in present.values() if isinstance(s, Sharding)), None)
     named = any(isinstance(s, PartitionSpec) for _, s in present.values())
 
     def leaf(owner: str | None, names: Sequence[Names]) -> Any:
-        spec = placement.spec_of(names)
+        spec = spec_of(names)
         if mesh is None:
             return spec if named or alone is None else alone
         kind = getattr(present[owner][1], "memory_kind", None) if owner is not None else None

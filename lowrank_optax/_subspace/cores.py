@@ -10,8 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_optax._arrays.contract import explicit_spec, wide_dtype
-from lowrank_optax._arrays.tree import Compact, flatten, rebox_part, unbox, unflatten
+from lowrank_optax._arrays.boxes import rebox_part, unbox
+from lowrank_optax._arrays.compact import Compact
+from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.mesh import explicit_spec
+from lowrank_optax._arrays.tree import flatten, unflatten
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._plan.plan import LeafPlan, Plan
 from lowrank_optax._plan.view import Bases

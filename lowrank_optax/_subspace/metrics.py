@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lowrank_optax._arrays.contract import wide_dtype
-from lowrank_optax._bases.state import SubspaceState, TrackerState, find_states
+from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._plan.plan import Plan
+from lowrank_optax._subspace.state import SubspaceState
 
 
 class Fidelity(NamedTuple):

@@ -12,12 +12,16 @@ import jax.numpy as jnp
 import optax
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.contract import place_like, wide_dtype
+from lowrank_optax._arrays.boxes import rebox, unbox
+from lowrank_optax._arrays.compact import Compact
+from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.mesh import place_like
+from lowrank_optax._arrays.tree import find_states
 from lowrank_optax._bases.extra_directions import sketched_products
-from lowrank_optax._bases.state import SubspaceState, TrackerState, find_states
+from lowrank_optax._bases.state import TrackerState
+from lowrank_optax._checks import check_choice
 from lowrank_optax._inner import carry, probe
 from lowrank_optax._inner import gain as _gain
-from lowrank_optax._plan import target
 from lowrank_optax._subspace import metrics as _metrics
 from lowrank_optax._subspace.cores import (
     all_gathered,
@@ -30,6 +34,7 @@ from lowrank_optax._subspace.cores import (
 )
 from lowrank_optax._subspace.lift import Lift, LiftInput, subspace_lift
 from lowrank_optax._subspace.nonlinearity import Nonlinearity
+from lowrank_optax._subspace.state import SubspaceState
 
 
 def _tracker_state(name: str, state: Any) -> TrackerState:
@@ -92,7 +97,7 @@ def subspace_optimizer(
                 f"got {value!r}"
             )
     if not callable(moments):
-        target.check_choice(f"{name}: moments", moments, carry.RULES)
+        check_choice(f"{name}: moments", moments, carry.RULES)
     track = optax.with_extra_args_support(basis)
     optimizer = None if inner is None else optax.with_extra_args_support(inner)
     chosen_lift = subspace_lift() if lift is None else lift
@@ -148,7 +153,7 @@ def subspace_optimizer(
                 update = update - coefficient * core_param
             leaf, gradient = plan.leaves[index], gradients[index]
             update = leaf.view.place_core(update, leaf.sides, weights[index])
-            if isinstance(gradient, tree.Compact):
+            if isinstance(gradient, Compact):
                 if chosen_lift.needs_gradient:
                     raise ValueError(
                         f"{leaf.path!r}: {chosen_lift.name} needs the full gradient, got a compact "
@@ -192,7 +197,7 @@ def subspace_optimizer(
     def fidelity_of(plan, bases, gradients, cores):
         rows = []
         for index, basis in zip(plan.targets, bases, strict=True):
-            if isinstance(gradients[index], tree.Compact):
+            if isinstance(gradients[index], Compact):
                 rows.append(_metrics.UNKNOWN)
                 continue
             approximation = plan.leaves[index].view.lift(cores[index], basis)
@@ -237,7 +242,7 @@ def subspace_optimizer(
             cores, inner_state, params, plan, bases, inner_args
         )
         # lift
-        inner_leaves, weights = arrays(inner_updates), [tree.unbox(leaf) for leaf in like]
+        inner_leaves, weights = arrays(inner_updates), [unbox(leaf) for leaf in like]
         sketched = sketched_products(
             state.lift_state, plan, bases, gradients, before.tracker_count, extra_args.get("bases")
         )
@@ -260,12 +265,12 @@ def subspace_optimizer(
         results = tree.flatten(inner_updates)[0]
         for index, update in lifted.items():
             like = gradients[index]
-            if isinstance(like, tree.Compact):
+            if isinstance(like, Compact):
                 # Of a compact gradient only the parameter knows the form.
                 like = update if params is None else weights[index]
                 boxes[index] = None if params is None else tree.flatten(params)[0][index]
             dtype = like.dtype if optimizer is None else plan.leaves[index].dtype
-            results[index] = tree.rebox(boxes[index], place_like(update.astype(dtype), like))
+            results[index] = rebox(boxes[index], place_like(update.astype(dtype), like))
         state = SubspaceState(tracker_state, inner_state, lift_state, fidelity)
         return tree.unflatten(treedef, results), state
 

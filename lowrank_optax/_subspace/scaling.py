@@ -8,20 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays.contract import on_replicated, place_like, wide_dtype
+from lowrank_optax._arrays.contract import on_replicated, wide_dtype
+from lowrank_optax._arrays.mesh import place_like
+from lowrank_optax._arrays.norms import norm
 from lowrank_optax._plan.plan import Plan
 from lowrank_optax._plan.view import OUTPUT, REDUCTION
 from lowrank_optax._subspace.lift import LiftInput
 
 PER = ("channel", "tensor")
-
-
-def norm(x: Float[Array, "..."], axes: Sequence[int]) -> Float[Array, "..."]:
-    """Norms over some axes, which are kept; squares neither overflow nor vanish."""
-    x = x.astype(wide_dtype(x))
-    largest = jnp.max(jnp.abs(x))
-    unit = jnp.where(largest > jnp.finfo(x.dtype).tiny, largest, 1)
-    return unit * jnp.sqrt(jnp.sum(jnp.square(x / unit), axis=tuple(axes), keepdims=True))
 
 
 class Scaling(NamedTuple):
