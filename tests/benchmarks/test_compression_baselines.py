@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import compression_baselines as baselines
-from tests.helpers import normal, relaxed
+from tests.helpers.data import normal
+from tests.helpers.loops import relaxed
 
 
 @pytest.mark.parametrize("shape", [(7,), (16, 24), (2, 3, 50)])

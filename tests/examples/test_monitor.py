@@ -5,7 +5,7 @@ import pytest
 
 import lowrank_optax as lro
 import monitor
-from tests.helpers import normal
+from tests.helpers.data import normal
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import rl_tasks
 from decoder import DecoderConfig
 from rl_guard import GuardOptions, Learner
 from rl_optimizers import CLASSES
-from tests.helpers import normal
+from tests.helpers.data import normal
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import lowrank_optax as lro
 from tests import markdown
-from tests.helpers import as_matrix
+from tests.helpers.assertions import as_matrix
 
 EAGER = flax.config.flax_always_shard_variable
 with warnings.catch_warnings():

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowrank_optax as lro
-from tests.helpers import normal, random_like, relaxed
+from tests.helpers.data import normal, random_like
+from tests.helpers.loops import relaxed
 
 PARAMS = {
     "layer": {"kernel": normal(0, (8, 12)), "bias": normal(1, (12,))},

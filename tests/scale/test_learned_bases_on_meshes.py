@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowrank_optax as lro
-from tests.helpers import normal, relaxed
+from tests.helpers.data import normal
+from tests.helpers.loops import relaxed
 from tests.scale.test_meshes import (
     TARGETS,
     initial,

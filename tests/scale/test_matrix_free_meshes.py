@@ -12,9 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowrank_optax as lro
-from lowrank_optax._arrays import contract
+from lowrank_optax._arrays.mesh import shard_alike
 from lowrank_optax._memory.hlo import bytes_by_kind, collectives
-from tests.helpers import normal, relaxed
+from tests.helpers.data import normal
+from tests.helpers.loops import relaxed
 
 RANK, LAYERS, WIDTH, HIDDEN = 4, 3, 16, 32
 PARAMS = {
@@ -171,7 +172,7 @@ def test_all_reduced_bytes_are_r_over_m_of_full_gradients(kind):
     assert largest < WIDTH * HIDDEN
 
 
-ASKED = pytest.mark.skipif(contract.shard_alike is None, reason="JAX 0.12 cannot be asked")
+ASKED = pytest.mark.skipif(shard_alike is None, reason="JAX 0.12 cannot be asked")
 
 
 @pytest.mark.parametrize(

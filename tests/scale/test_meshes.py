@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import lowrank_optax as lro
 from lowrank_optax._memory.hlo import collectives
-from tests.helpers import avals, normal, relaxed
+from tests.helpers.assertions import avals
+from tests.helpers.data import normal
+from tests.helpers.loops import relaxed
 
 TYPES = {
     "explicit": (AxisType.Explicit, AxisType.Explicit),

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import lowrank_optax as lro
-from tests.helpers import avals, relaxed
+from tests.helpers.assertions import avals
+from tests.helpers.loops import relaxed
 from tests.scale.test_meshes import initial, mesh_of, placed
 
 RANKS = {"up": 3, "down": 3, "stack": 2}
