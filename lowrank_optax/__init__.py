@@ -2,10 +2,10 @@
 
 from lowrank_optax import targets as targets
 from lowrank_optax._arrays.compact import Compact as Compact
-from lowrank_optax._bases.adaptive import AdaptiveEvery as AdaptiveEvery
-from lowrank_optax._bases.adaptive import adaptive_every as adaptive_every
 from lowrank_optax._bases.learn import learn_basis as learn_basis
 from lowrank_optax._bases.refresh import refresh_basis as refresh_basis
+from lowrank_optax._bases.schedule import AdaptiveEvery as AdaptiveEvery
+from lowrank_optax._bases.schedule import adaptive_every as adaptive_every
 from lowrank_optax._bases.state import TrackerState as TrackerState
 from lowrank_optax._inner.quantized import QuantizedState as QuantizedState
 from lowrank_optax._inner.quantized import quantized_moments as quantized_moments

@@ -30,7 +30,7 @@ def ranks(targets, params, rank=1):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan = make_plan(params, targets, rank, "smaller")
-    return {leaf.path: (leaf.rank, leaf.sides) for leaf in plan.leaves if leaf.is_low_rank}
+    return {leaf.path: (leaf.rank, leaf.sides) for leaf in plan.projections}
 
 
 ATTENTION, MLP, EMBEDDING, HEAD = "attention", "mlp", "embedding", "head"

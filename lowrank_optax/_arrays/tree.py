@@ -5,6 +5,7 @@ The rest of the library works on flat lists of leaves, in the order of the param
 or ``Partitioned``), a compact gradient, or None.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,3 +77,14 @@ def find_states(state: Any, kind: type) -> list[Any]:
     """Every node of a type in an optimizer state, through any wrapper."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [node for node in nodes if isinstance(node, kind)]
+
+
+def stands_for_params(tree: PyTree) -> bool:
+    """Whether a tree is a placeholder for any params, as ``optax.tree_utils`` uses one.
+
+    It is a node of a class of its own that holds nothing; an empty container is no such thing.
+    """
+    if isinstance(tree, Mapping | Sequence) or tree is None or dataclasses.is_dataclass(tree):
+        return False
+    structure = jax.tree.structure(tree)
+    return structure.num_leaves == 0 and structure.num_nodes == 1

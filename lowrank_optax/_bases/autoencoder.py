@@ -22,9 +22,7 @@ from jaxtyping import Array, Float
 
 from lowrank_optax._arrays.contract import STEP_PRECISION, wide_dtype
 from lowrank_optax._arrays.orthonormal import gram, inverse, orthonormalize, times
-from lowrank_optax._plan.view import OUTPUT, REDUCTION, View
-
-NORMALIZATIONS = ("qr", "columns", "none")
+from lowrank_optax._plan.view import View, other
 
 
 def matrix_norms(matrix: Float[Array, "..."], view: View) -> Float[Array, "*batch"]:
@@ -46,13 +44,12 @@ def _curved(
     norms: Float[Array, "*batch"],
 ) -> tuple[Float[Array, "..."], Float[Array, "*rows r"]]:
     """``Gᵀ X / ‖G‖`` and ``S X``."""
-    other = OUTPUT if side == REDUCTION else REDUCTION
 
     def divided(thin: Array) -> Array:
         return thin / norms.reshape(norms.shape + (1,) * (thin.ndim - norms.ndim))
 
     images = divided(view.images(gradient, side, directions, STEP_PRECISION))
-    return images, divided(view.images(gradient, other, images, STEP_PRECISION))
+    return images, divided(view.images(gradient, other(side), images, STEP_PRECISION))
 
 
 def damping(
@@ -134,14 +131,33 @@ def untied_step(
     )
 
 
-def normalized(
-    how: str, basis: Float[Array, "*rows r"], fill: Float[Array, "*rows r"], batch_ndim: int
-) -> Float[Array, "*rows r"]:
-    """A stepped basis with orthonormal columns, with unit columns, or as it is."""
-    if how == "qr":
-        return orthonormalize(basis, fill, batch_ndim)
-    if how == "columns":
-        side = tuple(range(batch_ndim, basis.ndim - 1))
-        norms = jnp.sqrt(jnp.sum(jnp.square(basis), axis=side, keepdims=True))
-        return basis / jnp.where(norms > 0, norms, 1)
-    return basis
+def learned(
+    gradient: Float[Array, "..."],
+    view: View,
+    side: str,
+    encoder: Float[Array, "*rows r"],
+    decoder: Float[Array, "*rows r"] | None,
+    fill: Float[Array, "*rows r"],
+    learning_rate: Float[Array, ""],
+) -> tuple[Float[Array, "*rows r"], Float[Array, "*rows r"] | None]:
+    """The encoder and the decoder after one step, their columns orthonormal.
+
+    Args:
+        gradient: the leaf-shaped gradient G, of any scale.
+        view: how to read it.
+        side: the side that the matrices live on.
+        encoder: V.
+        decoder: U, or None where V does both.
+        fill: random directions that replace null ones.
+        learning_rate: relative to S of trace 1.
+
+    Returns:
+        The new V, and the new U or None.
+    """
+    batch_ndim = len(view.batch_axes)
+    if decoder is None:
+        new = tied_step(gradient, view, side, encoder, learning_rate)
+        return orthonormalize(new, fill, batch_ndim), None
+    pair = untied_step(gradient, view, side, encoder, decoder, learning_rate)
+    new, lifts = (orthonormalize(x, fill, batch_ndim) for x in pair)
+    return new, lifts

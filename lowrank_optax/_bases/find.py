@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract, on_replicated, wide_dtype
 from lowrank_optax._arrays.orthonormal import orthonormalize, whiten
-from lowrank_optax._plan.view import OUTPUT, REDUCTION, View
+from lowrank_optax._plan.view import REDUCTION, View, other
 
 METHODS = ("subspace", "svd", "gram", "random", "frozen")
 
@@ -49,6 +49,31 @@ def random_basis(
     return orthonormalize(start, fill, len(view.batch_axes))
 
 
+def iteration_start(
+    basis: Float[Array, "*rows r"], noise: Float[Array, "*rows r"]
+) -> Float[Array, "*rows r"]:
+    """Where subspace iteration starts: beside a basis, so that no direction is out of reach."""
+    return basis + START_JITTER * noise
+
+
+def iteration_directions(
+    images: Float[Array, "*rows r"], batch_ndim: int
+) -> Float[Array, "*rows r"]:
+    """The first half of an iteration: from ``GᵀP`` to the directions Ω of the other side.
+
+    They are whitened, so that they are told apart by the gradient's singular values and not by
+    their squares, which float32 resolves to only three digits.
+    """
+    return whiten(images, batch_ndim)
+
+
+def iteration_basis(
+    images: Float[Array, "*rows r"], noise: Float[Array, "*rows r"], batch_ndim: int
+) -> Float[Array, "*rows r"]:
+    """The second half: from ``G Ω`` to the basis; noise fills null directions."""
+    return orthonormalize(images, noise, batch_ndim)
+
+
 def subspace_iteration(
     gradient: Float[Array, "..."],
     view: View,
@@ -61,9 +86,8 @@ def subspace_iteration(
 
     .. math:: P \leftarrow \mathrm{orth}\bigl(G\,\mathrm{whiten}(G^T P)\bigr)
 
-    The product in the middle is whitened so that directions are told apart by the
-    gradient's singular values and not by their squares, which float32 resolves to only
-    three digits.
+    What each product with G is made into is said by :func:`iteration_directions` and
+    :func:`iteration_basis`, which serve a backward pass that makes these products too.
 
     Args:
         gradient: the leaf-shaped gradient G.
@@ -81,14 +105,13 @@ def subspace_iteration(
         Halko, Martinsson, Tropp, `Finding structure with randomness
         <https://arxiv.org/abs/0909.4061>`_, 2011, algorithm 4.4
     """
-    other = OUTPUT if side == REDUCTION else REDUCTION
     batch_ndim = len(view.batch_axes)
 
     def iterate(_, basis):
-        images = whiten(view.images(gradient, side, basis), batch_ndim)
-        return orthonormalize(view.images(gradient, other, images), noise, batch_ndim)
+        directions = iteration_directions(view.images(gradient, side, basis), batch_ndim)
+        return iteration_basis(view.images(gradient, other(side), directions), noise, batch_ndim)
 
-    start = view.place_basis(basis + START_JITTER * noise, side, gradient)
+    start = view.place_basis(iteration_start(basis, noise), side, gradient)
     return jax.lax.fori_loop(0, iterations, iterate, start)
 
 

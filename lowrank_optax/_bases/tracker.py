@@ -1,4 +1,8 @@
-"""What every tracker does: check its arguments, start its bases, keep its clock."""
+"""What every tracker is: a transformation that passes updates through and keeps bases in its state.
+
+:func:`make_tracker` is all of it but one thing: how the basis of one side moves, given a gradient.
+That is the *step*, which :func:`refresh_basis` and :func:`learn_basis` bring.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,95 +10,200 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.boxes import rebox_part, unbox
+from lowrank_optax._arrays.boxes import unbox
 from lowrank_optax._arrays.contract import wide_dtype
-from lowrank_optax._arrays.mesh import explicit_spec
+from lowrank_optax._arrays.mesh import place_like
+from lowrank_optax._arrays.sharing import map_sharing
 from lowrank_optax._bases import find, storage
-from lowrank_optax._bases.state import TrackerState
-from lowrank_optax._checks import check_static
-from lowrank_optax._plan.plan import Plan
-from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases
+from lowrank_optax._bases.gradient import Gradient
+from lowrank_optax._bases.schedule import NEVER, Counters, Schedule, subspace_overlap
+from lowrank_optax._bases.state import start_state
+from lowrank_optax._plan.plan import Plan, Projection, Tracking
+from lowrank_optax._plan.view import Bases
 
-Every = int | Callable[[jax.Array], Any]
-
-NEVER = np.iinfo(np.int32).max
-
-
-def check_every(name: str, every: Any, hint: str) -> None:
-    """Raises unless ``every`` is a positive int or a schedule; ``name`` is the tracker's."""
-    check_static(f"{name}: every", every)
-    if callable(every):
-        return
-    if isinstance(every, bool) or not isinstance(every, int | np.integer):
-        raise TypeError(f"{name}: every must be an int or a schedule of the step, got {every!r}")
-    if every < 1:
-        raise ValueError(f"{name}: every={every} must be at least 1 step; {hint}")
+Step = Callable[
+    [Projection, str, Array, Array | None, Array, Array, Array, Array], tuple[Array, Array | None]
+]
+"""From a target's form, one of its sides, the basis and the decoder of that side (None where the
+basis lifts too), the gradient, a PRNG key, whether the basis is still that of ``init``, and the
+step count, to the new basis and decoder."""
 
 
-def random_start(plan: Plan, seed: int, dtype: jnp.dtype) -> list[Bases]:
-    """Seeded random bases, one entry a target."""
+def random_start(plan: Plan, dtype: jnp.dtype) -> list[Bases]:
+    """Seeded random bases as they are stored, one entry a target."""
     # Compiled once per shape: an eager run would dispatch every small operation of each leaf.
     make = jax.jit(find.random_basis, static_argnums=(1, 2, 3, 4))
     start = []
-    for number, index in enumerate(plan.targets):
-        leaf = plan.leaves[index]
+    for projection in plan.projections:
         # Step -1, so that the start differs from what step 0 draws.
-        key = find.leaf_key(seed, np.uint32(NEVER), number)
-        assert leaf.view is not None
-        sides = {
-            side: make(key, leaf.view, side, leaf.rank, wide_dtype(dtype)) for side in leaf.sides
-        }
-        stored = {side: storage.store(basis, leaf.view, dtype) for side, basis in sides.items()}
-        start.append(Bases(**stored))
+        key = find.leaf_key(plan.tracking.seed, np.uint32(NEVER), projection.number)
+        view, rank = projection.view, projection.rank
+        sides = {side: make(key, view, side, rank, wide_dtype(dtype)) for side in projection.sides}
+        start.append(Bases(**{s: storage.store(b, view, dtype) for s, b in sides.items()}))
     return start
 
 
-def basis_trees(plan: Plan, params: Any, bases: Sequence[Bases]) -> tuple[Any, Any]:
-    """Two trees parallel to params, with the reduction and the output bases at targets."""
-    boxes, treedef = tree.flatten(params)
-    trees = []
-    for side in (REDUCTION, OUTPUT):
-        leaves: list[Any] = [None] * len(plan.leaves)
-        for index, basis in zip(plan.targets, bases, strict=True):
-            view, one = plan.leaves[index].view, getattr(basis, side)
-            if view is not None and one is not None:
-                like = boxes[index]
-                placed = view.place_basis(one, side, unbox(like), spreading=True)
-                axes, spec = view.basis_axes(side), explicit_spec(placed)
-                leaves[index] = rebox_part(like, placed, axes, spec)
-        trees.append(tree.sparse_tree(treedef, leaves))
-    return trees[0], trees[1]
+def make_tracker(
+    tracking: Tracking,
+    plan_of: Callable[[Any], Plan],
+    start: Callable[[Plan], Sequence[Bases]],
+    step: Step,
+    schedule: Schedule,
+    *,
+    with_decoders: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """A tracker.
+
+    Args:
+        tracking: the static facts of it.
+        plan_of: decides what is projected in a params tree.
+        start: makes the bases of ``init`` as they are stored.
+        step: moves one basis.
+        schedule: when bases move.
+        with_decoders: whether matrices of their own lift, which start as the bases.
+
+    Returns:
+        The transformation; its state is a :class:`TrackerState`.
+    """
+
+    def init_fn(params: Any) -> Any:
+        plan = plan_of(params)
+        state = schedule.started(start_state(plan, params, start(plan)))
+        if not with_decoders:
+            return state
+        # Two trees of arrays of their own, since a donated buffer may be given only once.
+        reduction, output = jax.tree.map(jnp.copy, (state.reduction_basis, state.output_basis))
+        return state._replace(reduction_decoder=reduction, output_decoder=output)
+
+    def follow_one(
+        form: Projection,
+        old: tuple[Bases, Bases],
+        gradient: Float[Array, "..."],
+        key: Array,
+        first: Bool[Array, ""],
+        due: Bool[Array, ""],
+        count: Array,
+    ) -> tuple[tuple[Bases, Bases], Bool[Array, ""]]:
+        """What is stored of one target after a step, and whether that is new."""
+
+        def moved() -> tuple[tuple[Bases, Bases], Array]:
+            new = Bases(), Bases()
+            for number, side in enumerate(form.sides):
+                decoder = old[1].on(side)
+                basis = storage.read(old[0].on(side), form.view)
+                here = jax.random.fold_in(key, number)
+                pair = step(form, side, basis, decoder, gradient, here, first, count)
+                new = tuple(b._replace(**{side: x}) for b, x in zip(new, pair, strict=True))
+            usable = all_finite(new)
+            if tracking.reads_gradient:
+                usable &= find.is_usable(gradient)
+
+            def choose(fresh: Array, stored: Array) -> Array:
+                fresh = storage.store(fresh, form.view, stored.dtype)
+                return jnp.where(usable, place_like(fresh, stored), stored)
+
+            return jax.tree.map(choose, new, old), usable
+
+        if schedule.always:
+            return moved()
+        return jax.lax.cond(due, moved, lambda: (old, jnp.zeros([], bool)))
+
+    def overlaps(plan: Plan, new: Sequence[Bases], old: Sequence[Bases]) -> Array | None:
+        if schedule.adaptive is None:
+            return None
+
+        def overlap(form: Projection, new: Bases, old: Bases) -> Array:
+            return subspace_overlap(
+                form.view, *(storage.read_all(b, form.view) for b in (new, old))
+            )
+
+        forms = [projection.form for projection in plan.projections]
+        pairs = zip(new, old, strict=True)
+        return jnp.stack(map_sharing(overlap, list(zip(forms, pairs, strict=True))))
+
+    def follow_all(plan, gradients, old, state):
+        """What is stored of every target after a step, and the counters."""
+        count, counters = state.tracker_count, Counters.of(state)
+        due = count >= state.next_refresh
+
+        def moved():
+            calls = []
+            for projection, gradient in zip(plan.projections, gradients, strict=True):
+                number = projection.number
+                key = find.leaf_key(plan.tracking.seed, count, number)
+                first = state.refreshes[number] == 0
+                arguments = (old[number], gradient, key, first, due[number], count)
+                calls.append((projection.form, arguments))
+            results = map_sharing(follow_one, calls)
+            new, done = [new for new, _ in results], jnp.stack([done for _, done in results])
+            overlap = overlaps(plan, [b for b, _ in new], [b for b, _ in old])
+            return new, schedule.after(count, done, counters, overlap)
+
+        if schedule.always:
+            return moved()
+        # One scalar predicate around everything: nothing is even read between refreshes.
+        return jax.lax.cond(jnp.any(due), moved, lambda: (old, counters))
+
+    def accept_all(plan, given, old, state):
+        """Takes over bases that a backward pass moved."""
+        new = [
+            (_accepted(projection.path, given.bases[projection.path], bases), decoders)
+            for projection, (bases, decoders) in zip(plan.projections, old, strict=True)
+        ]
+        done = jnp.stack([given.refreshed[projection.path] for projection in plan.projections])
+        counters = Counters.of(state)
+
+        def counted() -> Counters:
+            overlap = overlaps(plan, [b for b, _ in new], [b for b, _ in old])
+            return schedule.after(state.tracker_count, done, counters, overlap)
+
+        return new, jax.lax.cond(jnp.any(done), counted, lambda: counters)
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, bases: Any = None, **extra_args: Any
+    ) -> Any:
+        del params, extra_args
+        plan, (leaves, _) = state.plan, tree.flatten(updates)
+        plan.check_count(leaves, "updates")
+        count: Any = optax.safe_increment(state.tracker_count)
+        if not plan.projections:
+            return updates, state._replace(tracker_count=count)
+        gradients = [Gradient(p, unbox(leaves[p.index])) for p in plan.projections]
+        old = list(zip(state.stored(), state.stored_decoders(), strict=True))
+        if bases is None:
+            full = [_full(tracking, gradient) for gradient in gradients]
+            new, counters = follow_all(plan, full, old, state)
+        else:
+            new, counters = accept_all(plan, bases, old, state)
+        state = state.with_bases([b for b, _ in new], [d for _, d in new])
+        return updates, state._replace(tracker_count=count, **counters._asdict())
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def with_bases(plan: Plan, reduction: Any, output: Any, bases: Sequence[Bases]) -> tuple[Any, Any]:
-    """The two trees with the bases of each target replaced."""
-    paths = [plan.leaves[index].path for index in plan.targets]
-    return (
-        tree.with_leaves(reduction, {p: b.reduction for p, b in zip(paths, bases, strict=True)}),
-        tree.with_leaves(output, {p: b.output for p, b in zip(paths, bases, strict=True)}),
-    )
+def all_finite(arrays: Any) -> Bool[Array, ""]:
+    """Whether every entry of every array of a tree is finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(arrays)]))
 
 
-def start_state(plan: Plan, params: Any, bases: Sequence[Bases]) -> TrackerState:
-    """The state of a tracker before its first update."""
-    if plan.leaves:
-        reduction_basis, output_basis = basis_trees(plan, params, bases)
-    else:
-        # An empty tree, or the placeholder of optax.tree_utils.tree_map_params.
-        reduction_basis = output_basis = params
-    counters = max(1, len(plan.targets))
-    return TrackerState(
-        plan=plan,
-        tracker_count=jnp.zeros([], jnp.int32),
-        next_refresh=jnp.zeros(counters, jnp.int32),
-        refreshes=jnp.zeros(counters, jnp.int32),
-        reduction_basis=reduction_basis,
-        output_basis=output_basis,
-    )
+def _full(tracking: Tracking, gradient: Gradient) -> Array:
+    if not gradient.is_full and not tracking.needs_gradient:
+        raise ValueError(
+            f"{gradient.projection.path!r}: this gradient is compact, and its basis came "
+            "beside it; pass it on: tx.update(grads, opt_state, params, bases=bases)"
+        )
+    return gradient.full(tracking.needs_gradient)
 
 
-def interval(every: Every, count: jax.Array) -> jax.Array:
-    """The steps between two changes of a basis, as of a step: int32, at least 1."""
-    return jnp.maximum(jnp.asarray(every(count) if callable(every) else every, jnp.int32), 1)
+def _accepted(path: str, given: Bases, stored: Bases) -> Bases:
+    got, expected = ([None if b is None else b.shape for b in x] for x in (given, stored))
+    if got != expected:
+        raise ValueError(
+            f"{path!r}: got bases of shapes {got}, expected {expected}; compute gradients with the "
+            "opt_state that you update"
+        )
+    return jax.tree.map(place_like, given, stored)

@@ -6,7 +6,7 @@ the part of it inside both subspaces been gathered in the new one. A second mome
 transform; the rule here treats each coordinate's variance as independent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,36 +14,28 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import rebox, unbox
 from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract
 from lowrank_optax._arrays.mesh import place_like
-from lowrank_optax._arrays.orthonormal import dual, gram
+from lowrank_optax._arrays.orthonormal import gram
 from lowrank_optax._arrays.sharing import map_sharing
-from lowrank_optax._inner import probe
-from lowrank_optax._inner.roles import _FIRST, _SECOND, field_roles, map_moments
-from lowrank_optax._plan.plan import Plan
+from lowrank_optax._arrays.tree import PyTree, flatten, unflatten
+from lowrank_optax._inner.opened import map_opened
+from lowrank_optax._inner.probe import decay_rates
+from lowrank_optax._inner.roles import FIRST, SECOND
+from lowrank_optax._inner.sites import Keys, Site, mirrors, sites
+from lowrank_optax._plan.plan import Projection
 from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases, View
 
 RULES = ("rotate", "keep", "reset")
 Moments = str | Callable[[Any, dict[str, Bases]], Any]
 
 
-def rotation(view: View, new: Bases, old: Bases, orthonormal: bool = True) -> Bases:
-    """``R = P_newᵀ P_old`` for each side that has a basis, r by r.
-
-    Of bases that are not orthonormal, ``R = V_newᵀ V_old (V_oldᵀ V_old)⁻¹``: the new core of
-    what the old core says about the gradient. It is the identity where nothing changed.
-    """
+def rotation(view: View, new: Bases, old: Bases) -> Bases:
+    """``R = P_newᵀ P_old`` for each side that has a basis, r by r."""
+    pairs = zip(new, old, strict=True)
     batch_ndim = len(view.batch_axes)
-
-    def one(new: Array | None, old: Array | None) -> Array | None:
-        if new is None or old is None:
-            return None
-        old = old if orthonormal else dual(old, batch_ndim)
-        return gram(new, old, batch_ndim)
-
-    return Bases(one(new.reduction, old.reduction), one(new.output, old.output))
+    return Bases(*(None if p is None or q is None else gram(p, q, batch_ndim) for p, q in pairs))
 
 
 def rotate(view: View, rotations: Bases, core: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -94,36 +86,48 @@ def rotate_second(
     return jnp.abs(variance + bias * jnp.square(rotate(view, rotations, first)))
 
 
-def _weight(path: str, field: str, count: Array, after_one: Any, after_two: Any) -> Array:
-    """``1 - b**count``: the total weight that an average has given to past gradients."""
-    one = tree.by_path(getattr(after_one, field)).get(path)
-    two = tree.by_path(getattr(after_two, field)).get(path)
+def _weight(count: Array, one: Any, two: Any) -> Array:
+    r"""``1 - b**count``: the total weight that an average has given to past gradients.
+
+    Of the gradient 1, a fresh average holds :math:`m_1 = 1 - b` after one step and
+    :math:`m_2 = b\,m_1 + m_1` after two (a sum that forgets, as ``optax.trace`` is, has
+    :math:`m_1 = 1` and the same recursion). So :math:`1 - b = 2 - m_2 / m_1` for both.
+    """
     if one is None or two is None or one.size != 1:
         return jnp.ones([])
     one, two = (x.reshape(()).astype(jnp.float32) for x in (one, two))
     share = 2 - two / one
-    # An average of ones holds just 1 - b after a step, which keeps the digits that 1 - b has.
+    # An average of ones holds just 1 - b after a step. Where that agrees it is the better number:
+    # b = 0.999 leaves only three of float32's digits in 2 - m₂/m₁.
     share = jnp.where(jnp.abs(one - share) < 1e-5, one, share)
+    # b**count by logarithms, as 1 - b again would lose the digits that share has.
     weight = -jnp.expm1(count.astype(jnp.float32) * jnp.log1p(-share))
     return jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 1.0)
 
 
-def bias_ratio(node: Any, path: str, first: str, second: str, count: Array, *probed: Any) -> Array:
-    count = getattr(node, "count", count)
-    first_weight = _weight(path, first, count, *probed)
-    second_weight = _weight(path, second, count, *probed)
-    return second_weight / jnp.square(first_weight)
+def bias_ratio(owner: Any, count: Array, first: Sequence[Any], second: Sequence[Any]) -> Array:
+    """The factor c that puts the square of a first moment on the scale of a second moment.
+
+    Args:
+        owner: the state node that holds both; its own count goes before the other.
+        count: int32 scalar, updates so far.
+        first: the first moment of a fresh start after one and after two steps of gradient 1.
+        second: likewise the second moment.
+    """
+    count = getattr(owner, "count", count)
+    return _weight(count, *second) / jnp.square(_weight(count, *first))
 
 
-def _rotate_target(static: Any, rotations: Bases, refreshed: Array, firsts, seconds, bias):
+def _rotate_target(
+    static: Any, rotations: Bases, refreshed: Array, firsts: Any, seconds: Any, bias: Array
+) -> dict[str, Array]:
     """The moments of one target in one state; ``static`` is its view and role names."""
     view, roles = static
-    mean = next(iter(firsts.values()), None)
     wide = {name: x.astype(jnp.float32) for name, x in (firsts | seconds).items()}
-    mean = None if mean is None else mean.astype(jnp.float32)
+    mean = next((wide[name] for name in firsts), None)
     moved = {name: rotate(view, rotations, wide[name]) for name in firsts}
     for name, role in roles:
-        paired = mean if role == _SECOND else None
+        paired = mean if role == SECOND else None
         moved[name] = rotate_second(view, rotations, wide[name], paired, bias)
     return {
         name: jnp.where(refreshed, place_like(moved[name].astype(old.dtype), old), old)
@@ -135,85 +139,96 @@ class Change(NamedTuple):
     """A change of bases.
 
     Attributes:
-        plan: what is projected.
+        projections: the targets.
         new: the bases of each target now.
-        old: the bases before.
+        old: makes the bases before; called where something changed, and nowhere else.
         refreshed: boolean, one a target: whether its bases changed.
     """
 
-    plan: Plan
+    projections: Sequence[Projection]
     new: Sequence[Bases]
-    old: Sequence[Bases]
+    old: Callable[[], Sequence[Bases]]
     refreshed: Array
 
-    def rotations(self) -> list[Bases]:
-        """R of each target."""
-        views = [self.plan.leaves[index].view for index in self.plan.targets]
-        triples = zip(views, self.new, self.old, strict=True)
-        return [
-            rotation(view, new, old, self.plan.orthonormal)
-            for view, new, old in triples
-            if view is not None
-        ]
+    def rotations(self) -> dict[str, Bases]:
+        """R of each target, by its path."""
+        rows = zip(self.projections, self.new, self.old(), strict=True)
+        return {p.path: rotation(p.view, new, old) for p, new, old in rows}
 
 
-def _rotate_node(
-    change: Change, rotations: Sequence[Bases], count: Array, node: Any, *probed: Any
-) -> Any:
-    """Rotates every recognised moment of one state NamedTuple."""
-    roles = field_roles(node)
-    leaves = {field: tree.by_path(getattr(node, field)) for field in roles}
+def _rotated(
+    change: Change,
+    rotations: Mapping[str, Bases],
+    count: Array,
+    state: PyTree,
+    where: frozenset[Keys],
+    *probed: PyTree,
+) -> PyTree:
+    """A state with every recognised moment of a target in the new coordinates."""
+    targets = {projection.path: projection for projection in change.projections}
+    # What of one target one node of the state holds, by the number of the leaf.
+    groups: dict[tuple[int, str], dict[int, Site]] = {}
+    for number, site in enumerate(sites(state, where)):
+        target = targets.get(site.weight or "") if site.role else None
+        if target is not None and getattr(site.value, "shape", None) == target.core_shape:
+            groups.setdefault((id(site.owner), target.path), {})[number] = site
+    columns = [[unbox(leaf) for leaf in flatten(other)[0]] for other in probed]
     calls, places = [], []
-    for number, index in enumerate(change.plan.targets):
-        leaf = change.plan.leaves[index]
-        here = {
-            field: leaves[field][leaf.path]
-            for field in roles
-            if leaf.path in leaves[field] and leaves[field][leaf.path].shape == leaf.core_shape
-        }
-        firsts = {f: x for f, x in here.items() if roles[f] == _FIRST}
-        seconds = {f: x for f, x in here.items() if roles[f] != _FIRST}
-        paired = [f for f in seconds if roles[f] == _SECOND]
+    for (_, path), found in groups.items():
+        target = targets[path]
+        firsts = {site.field: n for n, site in found.items() if site.role == FIRST}
+        others = {site.field: n for n, site in found.items() if site.role != FIRST}
+        paired = [found[n].field for n in others.values() if found[n].role == SECOND]
         bias = jnp.ones([])
         if firsts and paired:
-            bias = bias_ratio(node, leaf.path, next(iter(firsts)), paired[0], count, *probed)
-        if here:
-            static = (leaf.view, tuple((f, roles[f]) for f in seconds))
-            arguments = (rotations[number], change.refreshed[number], firsts, seconds, bias)
-            calls.append((static, arguments))
-            places.append(leaf.path)
-    moved: dict[str, dict[str, Array]] = {field: {} for field in roles}
-    for path, result in zip(places, map_sharing(_rotate_target, calls), strict=True):
-        for field, value in result.items():
-            moved[field][path] = value
-    return node._replace(
-        **{field: tree.with_leaves(getattr(node, field), moved[field]) for field in roles}
+            pair = next(iter(firsts.values())), others[paired[0]]
+            owner = found[pair[0]].owner
+            grown = ([column[number] for column in columns] for number in pair)
+            bias = bias_ratio(owner, count, *grown)
+        static = target.view, tuple((field, found[n].role) for field, n in others.items())
+        values = ({f: found[n].value for f, n in part.items()} for part in (firsts, others))
+        calls.append((static, (rotations[path], change.refreshed[target.number], *values, bias)))
+        places.append(firsts | others)
+    moved = map_sharing(_rotate_target, calls)
+    return _replaced(
+        state,
+        {
+            number: result[field]
+            for numbers, result in zip(places, moved, strict=True)
+            for field, number in numbers.items()
+        },
     )
 
 
-def _reset(change: Change, inner_state: Any, fresh: Any) -> Any:
+def _reset(change: Change, state: PyTree, where: frozenset[Keys], fresh: PyTree) -> PyTree:
     """Puts everything that belongs to a refreshed target back to its initial value."""
-    paths, leaves, treedef = tree.flatten_with_paths(inner_state)
-    initial = tree.flatten(fresh)[0]
-    for refreshed, index in zip(change.refreshed, change.plan.targets, strict=False):
-        suffix = "/" + change.plan.leaves[index].path
-        for place, path in enumerate(paths):
-            if ("/" + path).endswith(suffix):
-                old = unbox(leaves[place])
-                start = place_like(unbox(initial[place]), old)
-                leaves[place] = rebox(leaves[place], jnp.where(refreshed, start, old))
-    return tree.unflatten(treedef, leaves)
+    refreshed = {p.path: change.refreshed[p.number] for p in change.projections}
+    initial = flatten(fresh)[0]
+    new = {}
+    for number, site in enumerate(sites(state, where)):
+        if site.weight in refreshed and site.value is not None:
+            start = place_like(unbox(initial[number]), site.value)
+            new[number] = jnp.where(refreshed[site.weight], start, site.value)
+    return _replaced(state, new)
+
+
+def _replaced(state: PyTree, values: Mapping[int, Array]) -> PyTree:
+    """A state with some leaves replaced, by number."""
+    leaves, treedef = flatten(state)
+    for number, value in values.items():
+        leaves[number] = rebox(leaves[number], value)
+    return unflatten(treedef, leaves)
 
 
 def carry(
     rule: Moments,
     inner: optax.GradientTransformationExtraArgs,
-    inner_state: Any,
-    cores: Any,
+    inner_state: PyTree,
+    cores: PyTree,
     change: Change,
     count: Array,
     extra_args: dict[str, Any],
-) -> Any:
+) -> PyTree:
     """The inner state in the coordinates of the new bases.
 
     Args:
@@ -231,19 +246,20 @@ def carry(
     """
     if rule == "keep":
         return inner_state
+    where = mirrors(inner_state, cores, inner)
 
-    def carried():
+    def carried() -> PyTree:
         if rule == "reset":
-            return _reset(change, inner_state, inner.init(jax.tree.map(jnp.zeros_like, cores)))
+            fresh = inner.init(jax.tree.map(jnp.zeros_like, cores))
+            return _reset(change, inner_state, where, fresh)
         rotations = change.rotations()
         if callable(rule):
-            paths = [change.plan.leaves[index].path for index in change.plan.targets]
-            return rule(inner_state, dict(zip(paths, rotations, strict=True)))
-        probed = probe.decay_rates(inner, inner_state, cores, extra_args)
+            return rule(inner_state, rotations)
 
-        def rotated(*nodes):
-            return _rotate_node(change, rotations, count, *nodes)
+        def rotated(state: PyTree, inside: frozenset[Keys], *probed: PyTree) -> PyTree:
+            return _rotated(change, rotations, count, state, inside, *probed)
 
-        return map_moments(rotated, inner_state, *probed)
+        probed = decay_rates(inner, inner_state, cores, extra_args)
+        return map_opened(rotated, inner_state, where, *probed)
 
     return jax.lax.cond(jnp.any(change.refreshed), carried, lambda: inner_state)

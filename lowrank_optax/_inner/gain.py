@@ -10,27 +10,20 @@ from typing import Any
 import jax
 import optax
 
+from lowrank_optax._arrays.tree import PyTree, flatten, unflatten
 from lowrank_optax._inner import probe
-from lowrank_optax._inner.roles import field_roles, is_namedtuple
+from lowrank_optax._inner.roles import field_roles
+from lowrank_optax._inner.sites import Keys, mirrors, sites
 
 
-def _forget(state: Any, fresh: Any) -> Any:
+def _forgetful(state: PyTree, fresh: PyTree, where: frozenset[Keys]) -> PyTree:
     """``state`` with every moment, and the count that corrects its bias, from ``fresh``."""
-    kind: Any = type(state)
-    if is_namedtuple(state):
-        forgotten = [*field_roles(state)]
-        forgotten += ["count"] if forgotten else []
-        return kind(
-            *(
-                new if field in forgotten else _forget(old, new)
-                for field, old, new in zip(kind._fields, state, fresh, strict=True)
-            )
-        )
-    if isinstance(state, tuple | list):
-        return kind(_forget(*pair) for pair in zip(state, fresh, strict=True))
-    if isinstance(state, dict):
-        return {name: _forget(old, fresh[name]) for name, old in state.items()}
-    return state
+    leaves, treedef = flatten(state)
+    new = flatten(fresh)[0]
+    for number, site in enumerate(sites(state, where)):
+        if site.role or (site.field == "count" and field_roles(site.owner)):
+            leaves[number] = new[number]
+    return unflatten(treedef, leaves)
 
 
 def gains(
@@ -57,7 +50,7 @@ def gains(
         return probe.probes(cores, 1.0)
     state = probe.probe_state(inner, inner_state, cores)
     params = probe.probes(cores, 1.0)
-    state = _forget(state, inner.init(params))
+    state = _forgetful(state, inner.init(params), mirrors(state, params, inner))
 
     def answer(gradient: float) -> Any:
         return inner.update(probe.probes(cores, gradient), state, params, **extra_args)[0]

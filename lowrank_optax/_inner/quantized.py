@@ -10,7 +10,8 @@ import optax
 from lowrank_optax._arrays.jaxpr import OnDemand, dependencies
 from lowrank_optax._arrays.rounding import from_codes, to_bfloat16, to_codes
 from lowrank_optax._checks import check_choice
-from lowrank_optax._inner.roles import field_roles, map_moments
+from lowrank_optax._inner.roles import FIRST
+from lowrank_optax._inner.sites import mirrors, sites
 
 
 class QuantizedState(NamedTuple):
@@ -124,21 +125,6 @@ def _turns(needed: Sequence[int]) -> list[list[int]]:
     return list(turns.values())
 
 
-def _roles(state: Any) -> list[Any]:
-    """For each leaf its role as a moment, a string, or the leaf itself."""
-
-    def named(node):
-        roles = field_roles(node)
-        return node._replace(
-            **{
-                field: jax.tree.map(lambda _, role=role: role, getattr(node, field))
-                for field, role in roles.items()
-            }
-        )
-
-    return jax.tree.leaves(map_moments(named, state))
-
-
 def quantized_moments(
     optimizer: optax.GradientTransformation, dtype: Any = jnp.int8, *, smallest: int = 4096
 ) -> optax.GradientTransformationExtraArgs:
@@ -190,19 +176,20 @@ def quantized_moments(
     inner = optax.with_extra_args_support(optimizer)
 
     def narrow_dtype(leaf, role):
-        moment = isinstance(role, str) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not moment or leaf.size < smallest:
+        if role is None or not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.size < smallest:
             return None
         if dtype == jnp.bfloat16:
             return dtype
-        return jnp.dtype(jnp.int8 if role == "first" else jnp.uint8)
+        return jnp.dtype(jnp.int8 if role == FIRST else jnp.uint8)
 
     def init_fn(params: Any) -> Any:
         state = inner.init(params)
         leaves, treedef = jax.tree.flatten(state)
+        found = sites(state, mirrors(state, params, inner))
+        roles = [site.role for site in found if site.value is not None]
         count, codes, scales = jnp.zeros([], jnp.int32), [], []
         key = _rounding_key(count, 0)
-        for number, pair in enumerate(zip(leaves, _roles(state), strict=True)):
+        for number, pair in enumerate(zip(leaves, roles, strict=True)):
             here = jax.random.fold_in(key, number)
             code, scale = _close_leaf(pair[0], narrow_dtype(*pair), here)
             codes.append(code)

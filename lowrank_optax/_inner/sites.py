@@ -1,52 +1,27 @@
-"""Where each array of an optimizer state belongs: to which field, which weight, which space."""
+"""Whose array is this? The owner of every array of an optimizer state: its field and its weight.
 
-from collections.abc import Sequence
+An optimizer keeps, somewhere in its state, trees that mirror the params: one array a weight. Which
+subtrees these are is asked of the optimizer itself, by ``optax.tree_utils.tree_map_params``: it
+initialises the optimizer on a placeholder, which then stands wherever params are mirrored. Inside
+a mirror an array's name is that of its weight, whole, and never an ending of a longer path.
+
+Where an optimizer cannot be initialised on a placeholder, or is not at hand, a mirror is the
+outermost subtree of which every array is reached by the very keys that lead to a weight in params.
+"""
+
+import warnings
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import unbox
-from lowrank_optax._arrays.orthonormal import dual
-from lowrank_optax._arrays.tree import find_states
-from lowrank_optax._bases.state import TrackerState
-from lowrank_optax._inner.roles import field_roles
-from lowrank_optax._plan.plan import LeafPlan
-from lowrank_optax._plan.view import Bases
-from lowrank_optax._subspace.state import SubspaceState
+from lowrank_optax._arrays.tree import PyTree
+from lowrank_optax._inner.roles import field_names, field_roles
 
-
-class Space(NamedTuple):
-    """The coordinates that an array is in: those of a target's bases, or the leaf's own.
-
-    Attributes:
-        leaf: the plan of the weight; None where the array is in the weight's own shape.
-        bases: its bases, those that project.
-        orthonormal: whether their columns are.
-    """
-
-    leaf: LeafPlan | None = None
-    bases: Bases = Bases()
-    orthonormal: bool = True
-
-    def duals(self) -> Bases:
-        """What takes coordinates back to the weight's own shape."""
-        if self.orthonormal or self.leaf is None or self.leaf.view is None:
-            return self.bases
-        batch_ndim = len(self.leaf.view.batch_axes)
-        return Bases(*(None if b is None else dual(b, batch_ndim) for b in self.bases))
-
-    def is_nested(self, new: "Space") -> bool:
-        """Whether ``new`` shares coordinates with this space, by how bases are carried.
-
-        The first ``min(r, r')`` columns of the two bases then are the same.
-        """
-        old = self.leaf
-        if old is None or new.leaf is None:
-            return old is new.leaf
-        if (old.view, old.sides) != (new.leaf.view, new.leaf.sides):
-            return False
-        return self.orthonormal or (not new.orthonormal and old.rank == new.leaf.rank)
+Keys = tuple[Any, ...]
 
 
 class Site(NamedTuple):
@@ -54,37 +29,111 @@ class Site(NamedTuple):
 
     Attributes:
         name: its whole path in the state.
-        owner: the state NamedTuple that holds it, None for an array outside any.
-        field: the field of ``owner`` that it is in.
+        trail: the nodes with named fields that it is inside of, from the outermost in, each with
+            the name of the field; the user's own containers, inside a mirror, are not in it.
         path: its path below that field; the weight's path where it belongs to a weight.
-        role: what ``field`` is as a moment, None if it is none.
-        space: its coordinates.
+        weight: the path of the weight that it belongs to, None if it belongs to none.
         value: the array.
     """
 
     name: str
-    owner: Any
-    field: str
+    trail: tuple[tuple[Any, str], ...]
     path: str
-    role: str | None
-    space: Space
+    weight: str | None
     value: Any
 
     @property
-    def kind(self) -> tuple[str, str, str]:
-        """What two states' arrays of one meaning share."""
-        return type(self.owner).__name__, self.field, self.path
+    def owner(self) -> Any:
+        """The state node that holds it, None for an array outside any."""
+        return self.trail[-1][0] if self.trail else None
+
+    @property
+    def field(self) -> str:
+        """The field of ``owner`` that it is in."""
+        return self.trail[-1][1] if self.trail else ""
+
+    @property
+    def role(self) -> str | None:
+        """What the field is as a moment, None if it is none or belongs to no weight."""
+        if self.weight is None:
+            return None
+        return field_roles(self.owner).get(self.field)
 
     @property
     def title(self) -> str:
         """The array's name for people."""
-        field = f"{type(self.owner).__name__}.{self.field}" if self.owner is not None else ""
+        field = f"{type(self.owner).__name__}.{self.field}" if self.trail else ""
         return " of ".join(part for part in (field, self.path and repr(self.path)) if part)
 
-    @property
-    def in_tracker(self) -> bool:
-        """Whether it is part of a tracker's own state."""
-        return isinstance(self.owner, TrackerState)
+
+def sites(state: PyTree, mirrors: Collection[Keys]) -> list[Site]:
+    """Every array of an optimizer state, in the order of its leaves.
+
+    Args:
+        state: an optimizer state, through any wrapper; shapes will do.
+        mirrors: the keys that lead to each subtree that mirrors params.
+
+    Returns:
+        One :class:`Site` a leaf of ``tree.flatten(state)``.
+    """
+    nodes: dict[Keys, Any] = {(): state}
+
+    def site(keys: Keys, value: Any) -> Site:
+        depth = next((d for d in range(len(keys) + 1) if keys[:d] in mirrors), None)
+        trail, below = [], 0
+        for number, key in enumerate(keys if depth is None else keys[:depth]):
+            node, here = nodes[keys[:number]], keys[: number + 1]
+            if getattr(key, "name", None) in field_names(node):
+                trail.append((node, key.name))
+                below = number + 1
+            if here not in nodes:
+                nodes[here] = _child(node, key)
+        path = tree.path_name(keys[below if depth is None else depth :])
+        weight = None if depth is None else path
+        return Site(tree.path_name(keys), tuple(trail), path, weight, unbox(value))
+
+    return [site(keys, value) for keys, value in _pairs(state)]
+
+
+def mirrors(state: PyTree, params: PyTree, tx: Any = None) -> frozenset[Keys]:
+    """The keys that lead to each subtree of an optimizer state that mirrors params.
+
+    Args:
+        state: the state.
+        params: the tree that it was made for.
+        tx: the optimizer that made it, if it is at hand.
+    """
+    found = None if tx is None else _mirrors_by_placeholder(tx, state)
+    return _mirrors_by_keys(state, params) if found is None else found
+
+
+def _mirrors_by_placeholder(tx: Any, state: PyTree) -> frozenset[Keys] | None:
+    marker = object()
+    try:
+        with warnings.catch_warnings():  # what init says was said when the state was made
+            warnings.simplefilter("ignore")
+            # With every mirror a leaf, what is mapped over is the mirror as a whole.
+            marked = optax.tree_utils.tree_map_params(
+                tx.init, lambda _: marker, state, is_leaf=lambda _: True
+            )
+    except Exception:
+        # Nobody has promised that an optimizer can be initialised on what holds no array.
+        return None
+    pairs = jax.tree_util.tree_flatten_with_path(marked, is_leaf=lambda x: x is marker)[0]
+    return frozenset(keys for keys, value in pairs if value is marker)
+
+
+def _mirrors_by_keys(state: PyTree, params: PyTree) -> frozenset[Keys]:
+    known = {keys for keys, _ in _pairs(params)} - {()}
+    leaves = [keys for keys, value in _pairs(state) if value is not None]
+    odd = {keys[:d] for keys in leaves for d in range(len(keys) + 1) if keys[d:] not in known}
+    inside = ((keys[:d] for d in range(len(keys) + 1) if keys[:d] not in odd) for keys in leaves)
+    outermost = (next(candidates, None) for candidates in inside)
+    return frozenset(keys for keys in outermost if keys is not None)
+
+
+def _pairs(state: PyTree) -> list[tuple[Keys, Any]]:
+    return jax.tree_util.tree_flatten_with_path(state, is_leaf=tree.is_leaf)[0]
 
 
 def _child(node: Any, key: Any) -> Any:
@@ -98,47 +147,12 @@ def _child(node: Any, key: Any) -> Any:
     return getattr(node, key.name, None) if hasattr(key, "name") else None
 
 
-def _spaces(node: SubspaceState) -> dict[str, Space]:
-    spaces = {}
-    for tracker in find_states(node.tracker_state, TrackerState):
-        for index, basis in zip(tracker.plan.targets, tracker.encoders(), strict=True):
-            leaf = tracker.plan.leaves[index]
-            spaces[leaf.path] = Space(leaf, basis, tracker.plan.orthonormal)
-    return spaces
-
-
-def sites(state: Any, paths: Sequence[str]) -> list[Site]:
-    """Every array of an optimizer state, in the order of its leaves.
+def kept_fields(found: Sequence[Site], weights: Collection[str]) -> list[str]:
+    """Names of state fields that belong to some weights and are not recognised as moments.
 
     Args:
-        state: an optimizer state, through any wrapper.
-        paths: the paths of the params that it was made for.
-
-    Returns:
-        One :class:`Site` a leaf of ``tree.flatten(state)``.
+        found: the sites of an inner optimizer's state.
+        weights: paths of weights.
     """
-    known = set(paths)
-    by_node: dict[int, dict[str, Space]] = {}
-
-    def site(keys: Sequence[Any], value: Any) -> Site:
-        node, owner, field, rest, role = state, None, "", keys, None
-        spaces: dict[str, Space] = {}
-        for number, key in enumerate(keys):
-            name = getattr(key, "name", None)
-            if isinstance(node, tuple) and name in getattr(node, "_fields", ()):
-                owner, field, rest = node, str(name), keys[number + 1 :]
-                role = field_roles(node).get(field)
-                if isinstance(node, SubspaceState) and field == "inner_state":
-                    if id(node) not in by_node:
-                        by_node[id(node)] = _spaces(node)
-                    spaces = by_node[id(node)]
-                # Below a field that mirrors params the NamedTuples are the user's own.
-                if role or tree.path_name(rest) in known:
-                    break
-            node = _child(node, key)
-        path = tree.path_name(rest)
-        space = spaces.get(path, Space()) if path in known else Space()
-        return Site(tree.path_name(keys), owner, field, path, role, space, unbox(value))
-
-    pairs = jax.tree_util.tree_flatten_with_path(state, is_leaf=tree.is_leaf)[0]
-    return [site(keys, value) for keys, value in pairs]
+    kept = (site for site in found if site.weight in weights and site.trail and site.role is None)
+    return list(dict.fromkeys(f"{type(site.owner).__name__}.{site.field}" for site in kept))

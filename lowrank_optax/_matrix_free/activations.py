@@ -1,6 +1,5 @@
 """Bases from what flows through a model and not from its gradients: ``activation_basis``."""
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -15,11 +14,10 @@ from lowrank_optax._checks import Rank, check_choice, check_rank
 from lowrank_optax._matrix_free.loss import CompactLoss
 from lowrank_optax._matrix_free.products import moment_of
 from lowrank_optax._matrix_free.targets import CompactTarget
-from lowrank_optax._plan import target
 from lowrank_optax._plan.make_plan import make_plan
-from lowrank_optax._plan.plan import LeafPlan
-from lowrank_optax._plan.target import Targets
-from lowrank_optax._plan.view import Bases, View
+from lowrank_optax._plan.plan import Projection, Tracking
+from lowrank_optax._plan.target import SIDES, Targets
+from lowrank_optax._plan.view import Bases
 
 # Further directions, dropped at the end: a random start may all but miss a leading one.
 OVERSAMPLING = 8
@@ -28,8 +26,7 @@ OVERSAMPLING = 8
 class _Side(NamedTuple):
     """One side of one target: what is static of it, and its random directions."""
 
-    leaf: LeafPlan
-    view: View
+    target: Projection
     name: str
     noise: Array
 
@@ -98,22 +95,19 @@ def activation_basis(
         (16, 4)
     """
     check_rank(rank, "activation_basis: rank")
-    check_choice("activation_basis: side", side, target.SIDES)
+    check_choice("activation_basis: side", side, SIDES)
     batches = list(batches)
     if not batches:
         raise ValueError("activation_basis: batches is empty; give one batch at least")
     plan = make_plan(params, targets, rank, side)
-    leaves = [plan.leaves[index] for index in plan.targets]
     sides = []
-    for number, leaf in enumerate(leaves):
-        assert leaf.view is not None
-        for place, name in enumerate(leaf.sides):
-            key = jax.random.fold_in(find.leaf_key(seed, 0, number), place)
-            length = math.prod(leaf.view.basis_shape(name, 1)[len(leaf.view.batch_axes) :])
-            noise = find.random_directions(
-                key, leaf.view, name, min(leaf.rank + OVERSAMPLING, length), jnp.dtype("float32")
-            )
-            sides.append(_Side(leaf, leaf.view, name, noise))
+    for target in plan.projections:
+        for place, name in enumerate(target.sides):
+            key = jax.random.fold_in(find.leaf_key(seed, 0, target.number), place)
+            columns = min(target.rank + OVERSAMPLING, target.view.length(name))
+            dtype = jnp.dtype(jnp.float32)
+            noise = find.random_directions(key, target.view, name, columns, dtype)
+            sides.append(_Side(target, name, noise))
     used: set[str] = set()
 
     def report(use: tuple[str, str, bool]) -> None:
@@ -129,15 +123,16 @@ def activation_basis(
     @jax.jit
     def moments(params: Any, batch: Any, directions: list[Array]) -> list[Array]:
         never = jnp.zeros([], bool)
-        seen = [CompactTarget(leaf, Bases(), "", never, never, never) for leaf in leaves]
+        facts = (Tracking(), never, never, never)
+        seen = [CompactTarget(target, Bases(), *facts) for target in plan.projections]
         loss = CompactLoss(loss_fn, (params, batch), {}, 0, False, seen)
         wanted = [
             [
-                moment_of(s.view, s.name, x)
+                moment_of(s.target.view, s.name, x)
                 for s, x in zip(sides, directions, strict=True)
-                if s.leaf is leaf
+                if s.target is target
             ]
-            for leaf in leaves
+            for target in plan.projections
         ]
         found = loss.value_and_products(wanted, report)[3]
         return [product for row in found for product in row]
@@ -148,7 +143,7 @@ def activation_basis(
         for batch in batches[1:]:
             images = jax.tree.map(jnp.add, images, moments(params, batch, directions))
         for entry, image in zip(sides, images, strict=True):
-            path = entry.leaf.path
+            path = entry.target.path
             if path not in used or not find.is_usable(image):
                 raise ValueError(
                     f"{path!r}: no finite, nonzero activation meets the {entry.name} side of this "
@@ -156,14 +151,16 @@ def activation_basis(
                 )
         last = turn + 1 == find.COLD_ITERATIONS
         directions = [
-            _ordered(old, new, s.noise, len(s.view.batch_axes)) if last else _orthonormal(new, s)
+            _ordered(old, new, s.noise, len(s.target.view.batch_axes))
+            if last
+            else _orthonormal(new, s)
             for s, old, new in zip(sides, directions, images, strict=True)
         ]
     by_path: dict[str, dict[str, Array]] = {}
     for entry, basis in zip(sides, directions, strict=True):
-        by_path.setdefault(entry.leaf.path, {})[entry.name] = basis[..., : entry.leaf.rank]
+        by_path.setdefault(entry.target.path, {})[entry.name] = basis[..., : entry.target.rank]
     return {path: Bases(**found) for path, found in by_path.items()}
 
 
 def _orthonormal(x: Array, side: _Side) -> Array:
-    return orthonormalize(x, side.noise, len(side.view.batch_axes))
+    return orthonormalize(x, side.noise, len(side.target.view.batch_axes))

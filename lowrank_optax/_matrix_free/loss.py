@@ -42,7 +42,8 @@ class CompactLoss:
         self._aux_static: dict[int, Any] = {}
         self._aux_places: list[int] = []
         self.targets = targets
-        self.places = [_place(target, paths, self._leaves) for target in targets]
+        places = {path: i for i, path in enumerate(paths)}
+        self.places = [_place(target, places, self._leaves) for target in targets]
 
         def flat_loss(leaves):
             filled = list(boxes)
@@ -79,7 +80,8 @@ class CompactLoss:
         Returns:
             The value, aux arrays, gradients by leaf number, and one list of products a target.
         """
-        others = {i: x for i, x in self._leaves.items() if i not in self.places}
+        projected = set(self.places)
+        others = {i: x for i, x in self._leaves.items() if i not in projected}
 
         def loss(others, cores):
             inputs = dict(others)
@@ -90,7 +92,7 @@ class CompactLoss:
                     for product, core in zip(wanted, zeros, strict=True)
                 ]
                 weight = jax.lax.stop_gradient(self._leaves[place])
-                inputs[place] = factored_weight(weight, target.plan, filled)
+                inputs[place] = factored_weight(weight, target.path, filled)
             ordered = [inputs[i] for i in self._present]
             outputs = interpreter.evaluate(self._jaxpr, self._consts, ordered, report)
             value, *aux = (x.weight if isinstance(x, Factored) else x for x in outputs)
@@ -136,14 +138,14 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _place(target: CompactTarget, paths: Sequence[str], leaves: dict[int, Array]) -> int:
-    plan = target.plan
-    if plan.path not in paths:
+def _place(target: CompactTarget, places: dict[str, int], leaves: dict[int, Array]) -> int:
+    plan = target.projection
+    if plan.path not in places:
         raise ValueError(
             f"compact_value_and_grad: opt_state projects {plan.path!r}, which params do not have; "
             "pass the state that was made by init on these params"
         )
-    place = paths.index(plan.path)
+    place = places[plan.path]
     if place not in leaves or tuple(leaves[place].shape) != plan.shape:
         found = tuple(leaves[place].shape) if place in leaves else None
         raise ValueError(

@@ -8,22 +8,11 @@ from jaxtyping import Array
 from lowrank_optax._arrays.compact import Compact
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import shard_like
-from lowrank_optax._matrix_free.targets import CompactTarget, view_of
+from lowrank_optax._matrix_free.targets import CompactTarget
 from lowrank_optax._matrix_free.weight import Factored, Product, ProductAxes
-from lowrank_optax._plan.plan import LeafPlan
 from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases, View
 
 _RANK_AXES = {REDUCTION: -1, OUTPUT: -2}
-
-
-def one_sided(side: str, basis: Array) -> Bases:
-    return Bases(reduction=basis) if side == REDUCTION else Bases(output=basis)
-
-
-def one_of(bases: Bases) -> Array:
-    """The basis of the one side that has one."""
-    (basis,) = (b for b in bases if b is not None)
-    return basis
 
 
 def product_of(view: View, bases: Bases) -> Product:
@@ -56,25 +45,25 @@ def moment_of(view: View, side: str, directions: Array) -> Product:
     return Product((directions,), zeros, axes)
 
 
-def factored_weight(weight: Array, plan: LeafPlan, products: Sequence[Product]) -> Factored:
+def factored_weight(weight: Array, path: str, products: Sequence[Product]) -> Factored:
     axes = tuple((axis,) for axis in range(weight.ndim))
-    return Factored(weight, tuple(products), axes, tuple(weight.shape), plan.path)
+    return Factored(weight, tuple(products), axes, tuple(weight.shape), path)
 
 
 def main_product(target: CompactTarget, bases: Bases, extra: Array | None) -> Product:
     """The product that is the core; extra directions are further columns of its basis."""
     if extra is not None:
-        (side,) = target.plan.sides
-        widened = jnp.concatenate([getattr(bases, side), extra.astype(jnp.float32)], axis=-1)
-        bases = one_sided(side, widened)
-    return product_of(view_of(target), bases)
+        (side,) = target.projection.sides
+        widened = jnp.concatenate([bases.only(), extra.astype(jnp.float32)], axis=-1)
+        bases = Bases.of(side, widened)
+    return product_of(target.projection.view, bases)
 
 
 def split_extra(target: CompactTarget, core: Array, extra: Array | None) -> Compact:
     """The core and the products with extra directions, from one product with both."""
     if extra is None:
         return Compact(shard_like(core, target.moment))
-    (side,) = target.plan.sides
-    axis = view_of(target).core_axes([side])[side]
-    core, more = jnp.split(core, [target.plan.rank], axis=axis)
+    (side,) = target.projection.sides
+    axis = target.projection.view.core_axes([side])[side]
+    core, more = jnp.split(core, [target.projection.rank], axis=axis)
     return Compact(shard_like(core, target.moment), more)

@@ -13,15 +13,14 @@ from jaxtyping import Array
 
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like, shard_like
-from lowrank_optax._arrays.orthonormal import orthonormalize, whiten
 from lowrank_optax._arrays.sharing import map_sharing
 from lowrank_optax._bases import find, storage
+from lowrank_optax._bases.tracker import all_finite
 from lowrank_optax._matrix_free.loss import CompactLoss
-from lowrank_optax._matrix_free.products import one_sided, product_of
-from lowrank_optax._matrix_free.targets import ITERATED, CompactTarget, view_of, wide
-from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases, View
-
-_OTHER = {REDUCTION: OUTPUT, OUTPUT: REDUCTION}
+from lowrank_optax._matrix_free.products import product_of
+from lowrank_optax._matrix_free.targets import CompactTarget
+from lowrank_optax._plan.view import REDUCTION, Bases, View
+from lowrank_optax._plan.view import other as opposite
 
 
 def _thin(view: View, side: str, core: Array) -> Array:
@@ -49,14 +48,17 @@ class _Side(NamedTuple):
         return getattr(bases[self.target], self.side)
 
 
-def _sides(targets: Sequence[CompactTarget], methods: Sequence[str]) -> list[_Side]:
-    """Every side that has a basis which one of ``methods`` finds."""
+def _sides(targets: Sequence[CompactTarget], iterated: bool) -> list[_Side]:
+    """Every side that has a basis which subspace iteration finds, or one that is drawn."""
     sides = []
     for number, target in enumerate(targets):
-        for place, side in enumerate(target.plan.sides if target.method in methods else ()):
+        projection = target.projection
+        here = projection.sides if target.tracking.iterates == iterated else ()
+        for place, side in enumerate(here):
             # The keys of the full-gradient path.
             key = jax.random.fold_in(target.key, place)
-            sides.append(_Side(number, side, (view_of(target), side, target.plan.rank), key))
+            static = projection.view, side, projection.rank
+            sides.append(_Side(number, side, static, key))
     return sides
 
 
@@ -69,7 +71,7 @@ def _replaced(bases: Sequence[Bases], sides: Sequence[_Side], new: Sequence[Arra
 
 def _resampled(targets: Sequence[CompactTarget]) -> list[Bases]:
     """The stored bases, but new random ones where these are due."""
-    sides = _sides(targets, ("random",))
+    sides = _sides(targets, iterated=False)
 
     def one(static: tuple[View, str, int], basis: Array, key: Array, due: Array) -> Array:
         def fresh() -> Array:
@@ -81,16 +83,16 @@ def _resampled(targets: Sequence[CompactTarget]) -> list[Bases]:
     stored = [target.bases for target in targets]
     calls = [(s.static, (s.basis(stored), s.key, targets[s.target].due)) for s in sides]
     new = _replaced(stored, sides, map_sharing(one, calls))
-    return [wide(b, view_of(target)) for b, target in zip(new, targets, strict=True)]
+    return [target.wide(b) for b, target in zip(new, targets, strict=True)]
 
 
 def _start(targets: Sequence[CompactTarget], bases: Sequence[Bases]) -> list[Bases]:
     """Where subspace iteration starts: beside the old basis if a refresh is due."""
-    sides = _sides(targets, ITERATED)
+    sides = _sides(targets, iterated=True)
 
     def one(static: tuple[View, str, int], basis: Array, key: Array, due: Array) -> Array:
         noise = find.random_directions(key, *static, basis.dtype)
-        return jnp.where(due, basis + find.START_JITTER * noise, basis)
+        return jnp.where(due, find.iteration_start(basis, noise), basis)
 
     calls = [(s.static, (s.basis(bases), s.key, targets[s.target].due)) for s in sides]
     return _replaced(bases, sides, map_sharing(one, calls))
@@ -120,7 +122,7 @@ def _side_products(
     products = []
     for entry, basis in zip(sides, bases, strict=True):
         view, side, _ = entry.static
-        products.append(product_of(view, one_sided(_OTHER[side] if other else side, basis)))
+        products.append(product_of(view, Bases.of(opposite(side) if other else side, basis)))
     wanted = _by_target(len(loss.targets), sides, products)
     _, _, _, found = loss.value_and_products(wanted)
     flat = [product for row in found for product in row]
@@ -129,7 +131,7 @@ def _side_products(
         view, side, _ = entry.static
         target = loss.targets[entry.target]
         if other:
-            thin.append(shard_like(_thin(view, _OTHER[side], core), entry.basis(stored)))
+            thin.append(shard_like(_thin(view, opposite(side), core), entry.basis(stored)))
         else:
             thin.append(_thin(view, side, shard_like(core, target.moment)))
     return thin
@@ -137,25 +139,21 @@ def _side_products(
 
 def _iterations(target: CompactTarget) -> Array:
     """How many iterations a target's refresh takes at this step."""
-    if target.method not in ITERATED:
+    if not target.tracking.iterates:
         return jnp.zeros([], jnp.int32)
     cold, warm = find.COLD_ITERATIONS, find.WARM_ITERATIONS
     return jnp.where(target.due, jnp.where(target.first, cold, warm), 0)
 
 
-def _all_finite(tree: Any) -> Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
-
-
 def _accept(target: CompactTarget, due: Array, refined: Bases, last: Array) -> tuple[Bases, Array]:
     """The bases after one iteration: refined, or, if that failed or was not due, as stored."""
-    if target.method not in ITERATED:
+    if not target.tracking.iterates:
         return refined, due
-    due = due & _all_finite(refined)
+    due = due & all_finite(refined)
 
     def choose(new: Array, stored: Array) -> Array:
         # What update will store is what the last pass must project on.
-        view, new = view_of(target), place_like(new, stored)
+        view, new = target.projection.view, place_like(new, stored)
         as_read = storage.read(storage.store(new, view, stored.dtype), view).astype(new.dtype)
         before = storage.read(stored, view).astype(new.dtype)
         return jnp.where(due, jnp.where(last, as_read, new), before)
@@ -169,17 +167,17 @@ def _iterate(loss: CompactLoss, bases: Sequence[Bases]) -> tuple[list[Bases], li
     Returns:
         The new bases, and for each target whether it has them.
     """
-    targets, sides = loss.targets, _sides(loss.targets, ITERATED)
+    targets, sides = loss.targets, _sides(loss.targets, iterated=True)
     # All that are due take as many iterations as the one that needs most: the bases of an
     # iteration are then needed for its first pass alone, and take no memory in the second.
     turns = jnp.max(jnp.stack([_iterations(target) for target in targets]))
 
     def whitened(static: tuple[View, str, int], images: Array) -> Array:
-        return whiten(images, len(static[0].batch_axes))
+        return find.iteration_directions(images, len(static[0].batch_axes))
 
     def orthonormalized(static: tuple[View, str, int], image: Array, key: Array) -> Array:
         noise = find.random_directions(key, *static, image.dtype)
-        return orthonormalize(image, noise, len(static[0].batch_axes))
+        return find.iteration_basis(image, noise, len(static[0].batch_axes))
 
     def iteration(state: tuple[Array, list[Bases], list[Array]]) -> Any:
         trip, bases, due = state
@@ -189,7 +187,7 @@ def _iterate(loss: CompactLoss, bases: Sequence[Bases]) -> tuple[list[Bases], li
         # finite just if the gradient is.
         by_target = _by_target(len(targets), sides, images)
         due = [
-            wanted & ((trip > 0) | (find.is_usable(found[-1]) & _all_finite(found)))
+            wanted & ((trip > 0) | (find.is_usable(found[-1]) & all_finite(found)))
             if found
             else wanted
             for wanted, found in zip(due, by_target, strict=True)
@@ -226,7 +224,7 @@ def refreshed_bases(loss: CompactLoss) -> tuple[list[Bases], list[Array]]:
         The bases of each target, in float32 or wider, and whether they are new.
     """
     bases, due = _resampled(loss.targets), [target.due for target in loss.targets]
-    iterated = [t.due for t in loss.targets if t.method in ITERATED]
+    iterated = [t.due for t in loss.targets if t.tracking.iterates]
     if not iterated:
         return bases, due
     return jax.lax.cond(

@@ -8,7 +8,7 @@ import jax
 
 from lowrank_optax._matrix_free.loss import CompactLoss
 from lowrank_optax._matrix_free.products import main_product
-from lowrank_optax._matrix_free.targets import find_targets, view_of, wide
+from lowrank_optax._matrix_free.targets import find_targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +75,9 @@ def compact_report(
 
     def trace(args, kwargs, opt_state):
         targets = find_targets(opt_state)
-        uses.update({target.plan.path: [] for target in targets})
+        uses.update({target.path: [] for target in targets})
         loss = CompactLoss(loss_fn, args, kwargs, argnums, has_aux, targets)
-        products = [
-            [main_product(target, wide(target.bases, view_of(target)), None)] for target in targets
-        ]
+        products = [[main_product(target, target.wide(target.bases), None)] for target in targets]
         return loss.value_and_products(products, lambda use: uses[use[0]].append((use[1], use[2])))[
             0
         ]

@@ -6,13 +6,14 @@ The gradient of a projected weight is never formed; its core comes out of the ba
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from lowrank_optax._bases.storage import store_all
 from lowrank_optax._matrix_free.loss import CompactLoss
-from lowrank_optax._matrix_free.products import main_product, one_of, split_extra
+from lowrank_optax._matrix_free.products import main_product, split_extra
 from lowrank_optax._matrix_free.refresh import refreshed_bases
-from lowrank_optax._matrix_free.targets import CompactTarget, find_targets, view_of, wide
+from lowrank_optax._matrix_free.targets import CompactTarget, find_targets
 from lowrank_optax._plan.view import Bases
 
 
@@ -101,17 +102,17 @@ def compact_value_and_grad(
     ) -> tuple[Any, Any, CompactBases]:
         targets = find_targets(opt_state)
         loss = CompactLoss(loss_fn, args, kwargs, argnums, has_aux, targets)
-        paths = [target.plan.path for target in targets]
+        paths = [target.path for target in targets]
         more = _check_extra(extra or {}, targets)
         if bases is None:
             current, new = refreshed_bases(loss)
             directions = _drawn(targets, current) or None
         else:
-            current = [wide(bases.bases[t.plan.path], view_of(t)) for t in targets]
+            current = [target.wide(bases.bases[target.path]) for target in targets]
             new = [bases.refreshed[path] for path in paths]
             directions = bases.directions
         more = [
-            one_of(directions[path]) if directions and path in directions else given
+            directions[path].only() if directions and path in directions else given
             for path, given in zip(paths, more, strict=True)
         ]
         products = [[main_product(*row)] for row in zip(targets, current, more, strict=True)]
@@ -122,7 +123,7 @@ def compact_value_and_grad(
         ]
         value, grads = loss.results(value, aux, gradients, compact)
         stored = {
-            target.plan.path: store_all(used, view_of(target), target.bases)
+            target.path: store_all(used, target.projection.view, target.bases)
             for target, used in zip(targets, current, strict=True)
         }
         return value, grads, CompactBases(stored, dict(zip(paths, new, strict=True)), directions)
@@ -131,42 +132,43 @@ def compact_value_and_grad(
 
 
 def _drawn(targets: Sequence[CompactTarget], bases: Sequence[Bases]) -> dict[str, Bases]:
-    """The extra directions of this step, for the targets whose lift has a sketch."""
+    """The extra directions of this step, for the targets whose lift asks for some."""
     groups: dict[int, list[int]] = {}
     for place, target in enumerate(targets):
-        if target.sketch is not None:
-            # Targets of one optimizer share its count and its sketch.
+        if target.extra is not None:
+            # Targets of one optimizer share its count and its draws.
             groups.setdefault(id(target.count), []).append(place)
     directions = {}
     for places in groups.values():
-        one = targets[places[0]]
-        assert one.sketch is not None
-        numbered = [(targets[place].number, targets[place].plan) for place in places]
-        drawn = one.sketch.draw(numbered, [bases[place] for place in places], one.count)
-        directions |= {leaf.path: q for (_, leaf), q in zip(numbered, drawn, strict=True)}
+        group = [targets[place] for place in places]
+        asked, count = group[0].extra, jnp.asarray(group[0].count)
+        if asked is not None:
+            projections = [target.projection for target in group]
+            drawn = asked.draw(projections, [bases[place] for place in places], count)
+            directions |= {p.path: q for p, q in zip(projections, drawn, strict=True)}
     return directions
 
 
 def _check_extra(extra: dict[str, Array], targets: Sequence[CompactTarget]) -> list[Array | None]:
     """Extra directions in the order of targets, each of the shape that its side wants."""
-    known = {target.plan.path: target for target in targets}
+    known = {target.path: target for target in targets}
     for path, columns in extra.items():
         if path not in known:
             raise ValueError(
                 f"extra: {path!r} is no target; targets are {', '.join(map(repr, known))}"
             )
-        plan = known[path].plan
-        if known[path].sketch is not None:
+        projection = known[path].projection
+        if known[path].extra is not None:
             raise ValueError(
                 f"extra: {path!r} has a lift that draws its own extra directions, which are in the "
                 "bases that come beside the gradients"
             )
-        if len(plan.sides) != 1 or plan.view is None:
+        if len(projection.sides) != 1:
             raise ValueError(f"extra: {path!r} has bases on both sides, which leave no room for it")
-        expected = plan.view.basis_shape(plan.sides[0], columns.shape[-1])
+        expected = projection.view.basis_shape(projection.sides[0], columns.shape[-1])
         if columns.shape != expected:
             raise ValueError(
                 f"extra: {path!r} got shape {columns.shape}, expected {expected}: batch axes, the "
-                f"{plan.sides[0]} axes, then one column a direction"
+                f"{projection.sides[0]} axes, then one column a direction"
             )
-    return [extra.get(target.plan.path) for target in targets]
+    return [extra.get(target.path) for target in targets]

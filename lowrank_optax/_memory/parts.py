@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lowrank_optax._arrays.mesh import axis_names, fit, spec_of
 from lowrank_optax._arrays.tree import by_path, find_states
-from lowrank_optax._bases.state import TrackerState, arrays_on_core
+from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._memory.decoder import BATCH_AXES, make_optimizer
 from lowrank_optax._memory.models import ModelShape, abstract_params, param_specs
 from lowrank_optax._states.shardings import state_shardings
+from lowrank_optax._subspace.state import SubspaceState
 
 MESH_AXES = (*BATCH_AXES, "tp")
 
@@ -143,22 +144,25 @@ class _LowRank:
 
 
 def _low_rank(params: Any, state: Any) -> _LowRank:
-    weights, arrays = by_path(params), by_path(state)
+    weights = by_path(params)
+    on_cores = {
+        p: kept for s in find_states(state, SubspaceState) for p, kept in s.on_cores().items()
+    }
     cores, groups = {}, collections.defaultdict(list)
     bases = moments = thin = 0
     for tracker in find_states(state, TrackerState):
         bases += sum(map(local_bytes, jax.tree.leaves(tracker.stored())))
         opened = tracker.encoders()
-        for index, basis in zip(tracker.plan.targets, opened, strict=True):
-            leaf = tracker.plan.leaves[index]
-            kept = arrays_on_core(leaf, arrays)
+        for projection, basis in zip(tracker.plan.projections, opened, strict=True):
+            path, kept = projection.path, on_cores[projection.path]
             moments += sum(map(local_bytes, kept))
-            cores[leaf.path] = local_bytes(kept[0]) // kept[0].dtype.itemsize * 4
+            cores[path] = local_bytes(kept[0]) // kept[0].dtype.itemsize * 4
             # A product, and it whitened; the old basis, the noise and the new one.
             wide = sum(local_bytes(b) // b.dtype.itemsize * 4 for b in jax.tree.leaves(basis))
-            thin = max(thin, 2 * cores[leaf.path] + 3 * wide)
-            weight = weights[leaf.path]
-            groups[weight.shape, weight.sharding, leaf.view, leaf.sides].append(local_bytes(weight))
+            thin = max(thin, 2 * cores[path] + 3 * wide)
+            weight = weights[path]
+            alike = weight.shape, weight.sharding, projection.view, projection.sides
+            groups[alike].append(local_bytes(weight))
     picked = max((max(sizes) for sizes in groups.values() if len(sizes) > 1), default=0)
     return _LowRank(cores, bases, moments, picked, thin)
 

@@ -13,11 +13,11 @@ from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.orthonormal import gram, orthonormalize, times
 from lowrank_optax._bases import find, storage
+from lowrank_optax._bases.schedule import NEVER
 from lowrank_optax._bases.state import TrackerState
-from lowrank_optax._bases.tracker import NEVER, with_bases
-from lowrank_optax._inner.sites import Site, Space
-from lowrank_optax._migrate import reencode
-from lowrank_optax._plan.plan import LeafPlan
+from lowrank_optax._inner.roles import FIRST
+from lowrank_optax._migrate.space import Place, lifted, shape_in
+from lowrank_optax._plan.plan import Projection
 from lowrank_optax._plan.view import Bases, View
 
 
@@ -68,17 +68,14 @@ def _leading(
     return jnp.where(usable, place_like(found.astype(start.dtype), start), start), usable
 
 
-def _first_moment(path: str, shape: tuple[int, ...], old: Sequence[Site]) -> Any:
+def _first_moment(path: str, shape: tuple[int, ...], old: Sequence[Place]) -> Any:
     """A weight's first moment in its own shape, if the old state has one."""
-    found = [s for s in old if s.path == path and s.role == "first"]
+    found = [place for place in old if place.path == path and place.site.role == FIRST]
     # A sum of gradients that has just begun says less than an average over many steps.
-    found.sort(key=lambda site: site.field == "acc_grads")
-    for site in found:
-        if site.value.shape == reencode.shape_in(site.space, shape):
-            leaf = site.space.leaf
-            if leaf is None or leaf.view is None:
-                return site.value
-            return leaf.view.lift(site.value, site.space.duals())
+    found.sort(key=lambda place: place.site.field == "acc_grads")
+    for place in found:
+        if place.value.shape == shape_in(place.space, shape):
+            return lifted(place.space, place.value)
     return None
 
 
@@ -86,117 +83,99 @@ class _Kept(NamedTuple):
     """A weight that was a target on the same side before."""
 
     tracker: TrackerState
-    number: int
-    space: Space
+    projection: Projection
+    bases: Bases
     decoders: Bases
 
 
-def _kept(leaf: LeafPlan, trackers: Sequence[TrackerState]) -> _Kept | None:
+def _kept(projection: Projection, trackers: Sequence[TrackerState]) -> _Kept | None:
     for tracker in trackers:
-        plan = tracker.plan
-        pairs = zip(tracker.encoders(), tracker.decoders(), strict=True)
-        for number, (index, (basis, decoders)) in enumerate(zip(plan.targets, pairs, strict=True)):
-            old = plan.leaves[index]
-            if (old.path, old.view, old.sides) == (leaf.path, leaf.view, leaf.sides):
-                return _Kept(tracker, number, Space(old, basis, plan.orthonormal), decoders)
+        rows = zip(tracker.plan.projections, tracker.encoders(), tracker.decoders(), strict=True)
+        for old, bases, decoders in rows:
+            if (old.path, old.view, old.sides) == (
+                projection.path,
+                projection.view,
+                projection.sides,
+            ):
+                return _Kept(tracker, old, bases, decoders)
     return None
 
 
-def _kept_bases(kept: _Kept, new: Space) -> Bases:
+def _kept_bases(kept: _Kept, projection: Projection, start: Bases) -> Bases:
     """The bases of a weight that keeps its side, in the new rank."""
-    bases = {}
-    for side in ("reduction", "output"):
-        start, basis = getattr(new.bases, side), getattr(kept.space.bases, side)
-        if start is None or new.leaf is None or new.leaf.view is None:
-            continue
-        batch_ndim, wide = len(new.leaf.view.batch_axes), wide_dtype(basis)
-        if not kept.space.is_nested(new):  # an autoencoder's columns, not orthonormal yet
-            basis = orthonormalize(basis.astype(wide), basis.astype(wide), batch_ndim)
+
+    def one(basis: Array, start: Array) -> Array:
+        wide = wide_dtype(basis)
         if basis.shape != start.shape:
+            batch_ndim = len(projection.view.batch_axes)
             basis = _resize(basis.astype(wide), start.astype(wide), batch_ndim)
-        bases[side] = place_like(basis.astype(start.dtype), start)
-    return Bases(**bases)
+        return place_like(basis.astype(start.dtype), start)
+
+    return jax.tree.map(one, kept.bases, start)
 
 
-def _found_bases(new: Space, moment: Any, seed: int, number: int) -> tuple[Bases, Any]:
+def _found_bases(projection: Projection, start: Bases, moment: Any, seed: int) -> tuple[Bases, Any]:
     """The bases of a new target, and whether its first moment had any to give."""
-    bases, usable = new.bases, jnp.zeros([], jnp.bool_)
-    if moment is None or new.leaf is None or new.leaf.view is None:
+    bases, usable = start, jnp.zeros([], jnp.bool_)
+    if moment is None:
         return bases, usable
-    for turn, side in enumerate(new.leaf.sides):
-        key = find.leaf_key(seed, np.uint32(NEVER - 1 - turn), number)
-        start = getattr(bases, side)
-        found, usable = _leading(moment, new.leaf.view, side, start, key)
+    for turn, side in enumerate(projection.sides):
+        key = find.leaf_key(seed, np.uint32(NEVER - 1 - turn), projection.number)
+        found, usable = _leading(moment, projection.view, side, getattr(start, side), key)
         bases = bases._replace(**{side: found})
     return bases, usable
 
 
 def _due(kept: _Kept, frozen: bool) -> Any:
     """The step of a kept basis's next refresh: as it was, unless it was or becomes frozen."""
-    due = kept.tracker.next_refresh[kept.number]
+    number = kept.projection.number
+    due = kept.tracker.next_refresh[number]
     due = jnp.where((due == NEVER) != frozen, NEVER if frozen else 0, due)
     # A basis that is still the random start is to be found yet.
-    return jnp.where(kept.tracker.refreshes[kept.number] == 0, 0, due)
+    return jnp.where(kept.tracker.refreshes[number] == 0, 0, due)
 
 
 def _carry_tracker(
     fresh: TrackerState,
     trackers: Sequence[TrackerState],
-    old: Sequence[Site],
+    old: Sequence[Place],
     steps: Any,
     arrays: Mapping[str, Any],
 ) -> TrackerState:
-    plan = fresh.plan
+    tracking = fresh.plan.tracking
     next_refresh, refreshes = list(fresh.next_refresh), list(fresh.refreshes)
     intervals = None if fresh.intervals is None else list(fresh.intervals)
     encoders, decoders = [], []
-    for number, (index, start) in enumerate(zip(plan.targets, fresh.encoders(), strict=True)):
-        leaf = plan.leaves[index]
-        new, kept = Space(leaf, start, plan.orthonormal), _kept(leaf, trackers)
-        lifts = None
+    rows = zip(fresh.plan.projections, fresh.encoders(), fresh.stored(), strict=True)
+    for projection, start, stored in rows:
+        kept, number = _kept(projection, trackers), projection.number
         if kept is None:
-            moment = _first_moment(leaf.path, tuple(arrays[leaf.path].shape), old)
-            bases, usable = _found_bases(new, moment, plan.seed, number)
+            moment = _first_moment(projection.path, tuple(arrays[projection.path].shape), old)
+            bases, usable = _found_bases(projection, start, moment, tracking.seed)
             refreshes[number] = usable.astype(jnp.int32)
         else:
-            bases = _kept_bases(kept, new)
-            refreshes[number] = kept.tracker.refreshes[kept.number]
-            next_refresh[number] = _due(kept, plan.method == "frozen")
+            bases, before = _kept_bases(kept, projection, start), kept.projection.number
+            refreshes[number] = kept.tracker.refreshes[before]
+            next_refresh[number] = _due(kept, tracking.frozen)
             if intervals is not None and kept.tracker.intervals is not None:
-                intervals[number] = kept.tracker.intervals[kept.number]
-            same = kept.space.leaf is not None and kept.space.leaf.rank == leaf.rank
-            if same and kept.space.is_nested(new):
-                lifts = kept.decoders
-        encoders.append(bases)
+                intervals[number] = kept.tracker.intervals[before]
+        same_rank = kept is not None and kept.projection.rank == projection.rank
+        encoders.append(storage.store_all(bases, projection.view, stored))
         # Arrays of their own, since a donated buffer may be given only once.
-        decoders.append(jax.tree.map(jnp.copy, bases if lifts is None else lifts))
-    stored = [
-        storage.store_all(bases, view, like)
-        for bases, view, like in zip(
-            encoders, [plan.leaves[i].view for i in plan.targets], fresh.stored(), strict=True
-        )
-        if view is not None
-    ]
+        decoders.append(jax.tree.map(jnp.copy, kept.decoders if kept and same_rank else bases))
     counts = [t.tracker_count for t in trackers] or ([] if steps is None else [steps])
-    reduction, output = with_bases(plan, fresh.reduction_basis, fresh.output_basis, stored)
-    state = fresh._replace(
+    return fresh.with_bases(encoders, decoders)._replace(
         tracker_count=counts[0] if counts else fresh.tracker_count,
         next_refresh=jnp.stack(next_refresh),
         refreshes=jnp.stack(refreshes),
-        reduction_basis=reduction,
-        output_basis=output,
         intervals=None if intervals is None else jnp.stack(intervals),
     )
-    if fresh.reduction_decoder is None:
-        return state
-    pair = with_bases(plan, fresh.reduction_decoder, fresh.output_decoder, decoders)
-    return state._replace(reduction_decoder=pair[0], output_decoder=pair[1])
 
 
 def carry_bases(
     fresh: Any,
     trackers: Sequence[TrackerState],
-    old: Sequence[Site],
+    old: Sequence[Place],
     steps: Any,
     arrays: Mapping[str, Any],
 ) -> Any:

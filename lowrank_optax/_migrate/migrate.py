@@ -1,6 +1,5 @@
 """Carrying an optimizer's state over to another optimizer: ``migrate``."""
 
-import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,20 +13,20 @@ from lowrank_optax._arrays.boxes import rebox, unbox
 from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.tree import find_states
 from lowrank_optax._bases.state import TrackerState
-from lowrank_optax._inner.sites import Site, Space, sites
 from lowrank_optax._migrate import bases, reencode
 from lowrank_optax._migrate.source import COUNTS, Biases, OldState
-from lowrank_optax._plan.plan import LeafPlan
+from lowrank_optax._migrate.space import Place, places, shape_in
+from lowrank_optax._plan.plan import Projection
 
 
 def _describe_array(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
 
 
-def _mismatch(given: Sequence[Site], expected: Sequence[Site]) -> str:
+def _mismatch(given: Sequence[Place], expected: Sequence[Place]) -> str:
     """How a state differs from what is expected of it; empty if it does not."""
-    got = {site.name: site.value for site in given}
-    wanted = {site.name: site.value for site in expected}
+    got = {place.site.name: place.value for place in given}
+    wanted = {place.site.name: place.value for place in expected}
     for name in wanted:
         if name not in got:
             return f"it has nothing at {name!r}, expected {_describe_array(wanted[name])}"
@@ -40,7 +39,7 @@ def _mismatch(given: Sequence[Site], expected: Sequence[Site]) -> str:
     return "" if extra is None else f"it has {_describe_array(got[extra])} at {extra!r}, unexpected"
 
 
-def _check(opt_state: Any, old_tx: Any, new_tx: Any, params: Any, paths: list[str]) -> None:
+def _check(opt_state: Any, old_tx: Any, new_tx: Any, params: Any) -> None:
     for name, tx in (("old_tx", old_tx), ("new_tx", new_tx)):
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(
@@ -52,7 +51,7 @@ def _check(opt_state: Any, old_tx: Any, new_tx: Any, params: Any, paths: list[st
         with warnings.catch_warnings():  # what init says was said when the state was made
             warnings.simplefilter("ignore")
             expected = jax.eval_shape(tx.init, params)
-        return _mismatch(sites(opt_state, paths), sites(expected, paths))
+        return _mismatch(places(opt_state, params, tx), places(expected, params, tx))
 
     problem = difference(old_tx)
     if problem:
@@ -65,78 +64,71 @@ def _check(opt_state: Any, old_tx: Any, new_tx: Any, params: Any, paths: list[st
         )
 
 
-def _bare(leaf: LeafPlan | None) -> LeafPlan | None:
-    """A plan without the name, so that weights that look alike share a computation."""
-    return None if leaf is None else dataclasses.replace(leaf, path="")
-
-
 def _carry_moments(
-    old: OldState, new: Sequence[Site], biases: Biases, shapes: dict[str, tuple[int, ...]]
+    old: OldState, new: Sequence[Place], biases: Biases, shapes: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[int, Any]]:
     """The number of each array of the new state that is a moment, and its value."""
     turns: dict[Any, int] = {}
-    calls: dict[Any, dict[int, Site]] = {}
-    for number, site in enumerate(new):
-        if not site.role or site.path not in shapes:
+    calls: dict[Any, dict[int, Place]] = {}
+    for number, place in enumerate(new):
+        if not place.site.role or place.path not in shapes:
             continue
-        turn = turns[site.kind] = turns.get(site.kind, -1) + 1
-        source = old.find(site, turn)
-        whole = shapes[site.path]
+        turn = turns[place.kind] = turns.get(place.kind, -1) + 1
+        source = old.find(place, turn)
+        whole = shapes[place.path]
         if (
             source is not None
-            and source.value.shape == reencode.shape_in(source.space, whole)
-            and site.value.shape == reencode.shape_in(site.space, whole)
+            and source.value.shape == shape_in(source.space, whole)
+            and place.value.shape == shape_in(place.space, whole)
         ):
-            calls.setdefault((id(source.owner), id(site.owner), site.path), {})[number] = source
+            calls.setdefault((id(source.site.owner), id(place.site.owner), place.path), {})[
+                number
+            ] = source
     for numbers in calls.values():
         sources = list(numbers.values())
-        source, site = sources[0], new[next(iter(numbers))]
-        if _same_space(source.space, site.space):
+        source, place = sources[0], new[next(iter(numbers))]
+        if source.space.is_nested(place.space) and source.space.rank == place.space.rank:
             yield from ((number, s.value) for number, s in numbers.items())
             continue
         # The first moment of the same state tells the mean, whether or not it is wanted.
         means = [
             s
-            for s in old.sites
-            if s.owner is source.owner and s.path == source.path and s.role == "first"
+            for s in old.places
+            if s.site.owner is source.site.owner
+            and s.path == source.path
+            and s.site.role == "first"
         ]
-        known = {s.field: s for s in [*means, *sources]}
-        roles = tuple((s.field, s.role or "") for s in known.values())
+        known = {s.site.field: s for s in [*means, *sources]}
+        roles = tuple((s.site.field, s.site.role or "") for s in known.values())
         first = next((field for field, role in roles if role == "first"), None)
         paired = next((field for field, role in roles if role == "second"), None)
         bias = jnp.ones([])
         if first and paired:
-            bias = biases.of(source.owner, source.path, first, paired, old.steps)
+            bias = biases.of(source.site.owner, source.path, first, paired, old.steps)
         moved = reencode.reencode(
-            _bare(source.space.leaf),
-            _bare(site.space.leaf),
-            source.space.is_nested(site.space),
+            source.space.form,
+            place.space.form,
+            source.space.is_nested(place.space),
             roles,
-            source.space.duals(),
-            site.space.bases,
-            {s.field: s.value for s in known.values()},
+            source.space.bases,
+            place.space.bases,
+            {s.site.field: s.value for s in known.values()},
             bias,
         )
-        yield from ((number, moved[s.field]) for number, s in numbers.items())
+        yield from ((number, moved[s.site.field]) for number, s in numbers.items())
 
 
-def _same_space(old: Space, new: Space) -> bool:
-    ranks = [0 if space.leaf is None else space.leaf.rank for space in (old, new)]
-    return old.is_nested(new) and ranks[0] == ranks[1]
+def _projections(state: Any) -> list[Projection]:
+    return [p for t in find_states(state, TrackerState) for p in t.plan.projections]
 
 
-def _targets(state: Any) -> list[LeafPlan]:
-    trackers = find_states(state, TrackerState)
-    return [t.plan.leaves[index] for t in trackers for index in t.plan.targets]
-
-
-def _initial_hyperparams(old_tx: Any, params: Any, paths: list[str]) -> dict[str, Any]:
+def _initial_hyperparams(old_tx: Any, params: Any) -> dict[str, Any]:
     """What the old optimizer's injected hyperparameters were before anyone changed them."""
 
     @jax.jit  # which computes nothing else of the state
     def initial(params):
-        state = sites(old_tx.init(params), paths)
-        return {site.name: site.value for site in state if site.field == "hyperparams"}
+        found = places(old_tx.init(params), params, old_tx)
+        return {p.site.name: p.value for p in found if p.site.field == "hyperparams"}
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -144,33 +136,33 @@ def _initial_hyperparams(old_tx: Any, params: Any, paths: list[str]) -> dict[str
 
 
 def _carry_rest(
-    old: OldState, new: Sequence[Site], same_targets: bool, hyperparams: dict[str, Any]
+    old: OldState, new: Sequence[Place], same_targets: bool, hyperparams: dict[str, Any]
 ) -> Iterator[tuple[int, Any]]:
     """The number of each other array that has a counterpart, and its value."""
     turns: dict[Any, int] = {}
-    for number, site in enumerate(new):
-        if site.value is None or site.role or site.in_tracker:
+    for number, place in enumerate(new):
+        if place.value is None or place.site.role or place.in_tracker:
             continue
-        turn = turns[site.kind] = turns.get(site.kind, -1) + 1
-        source = old.find(site, turn)
+        turn = turns[place.kind] = turns.get(place.kind, -1) + 1
+        source = old.find(place, turn)
         if source is None:
-            if site.field in COUNTS and site.value.shape == () and old.steps is not None:
+            if place.site.field in COUNTS and place.value.shape == () and old.steps is not None:
                 yield number, old.steps
-        elif source.value.shape == site.value.shape:
+        elif source.value.shape == place.value.shape:
             value = source.value
-            if site.field == "hyperparams" and source.name in hyperparams:
+            if place.site.field == "hyperparams" and source.site.name in hyperparams:
                 # What was set by hand stays; what the constructor was given anew is new.
-                unchanged = hyperparams[source.name] == site.value
-                value = jnp.where(unchanged, value, site.value)
+                unchanged = hyperparams[source.site.name] == place.value
+                value = jnp.where(unchanged, value, place.value)
             # A vector with an entry a target means something for the same targets only.
-            if same_targets or site.path or value.ndim == 0:
+            if same_targets or place.path or value.ndim == 0:
                 yield number, value
 
 
-def _warn_about(fresh: Sequence[Site]) -> None:
+def _warn_about(fresh: Sequence[Place]) -> None:
     if not fresh:
         return
-    names = list(dict.fromkeys(site.title for site in fresh))
+    names = list(dict.fromkeys(place.site.title for place in fresh))
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     warnings.warn(
         f"lowrank_optax: migrate: {shown}: the old state has no counterpart that fits, so it "
@@ -250,35 +242,37 @@ def migrate(
         Statistics <https://arxiv.org/abs/2410.16103>`_, 2024, for the second moment's mean
     """
     paths, leaves, _ = tree.flatten_with_paths(params)
-    _check(opt_state, old_tx, new_tx, params, paths)
+    _check(opt_state, old_tx, new_tx, params)
     # A checkpoint may have been read as NumPy arrays.
     opt_state = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), opt_state)
     arrays = {
         path: unbox(leaf) for path, leaf in zip(paths, leaves, strict=True) if leaf is not None
     }
     shapes = {path: tuple(array.shape) for path, array in arrays.items()}
-    old = OldState(sites(opt_state, paths))
+    old = OldState(places(opt_state, params, old_tx))
     start = bases.carry_bases(
-        new_tx.init(params), find_states(opt_state, TrackerState), old.sites, old.steps, arrays
+        new_tx.init(params), find_states(opt_state, TrackerState), old.places, old.steps, arrays
     )
-    new = sites(start, paths)
-    biases = Biases(old, old_tx, params, paths)
+    new = places(start, params, new_tx)
+    biases = Biases(old, old_tx, params)
     carried = dict(_carry_moments(old, new, biases, shapes))
     hyperparams: dict[str, Any] = {}
-    if any(site.field == "hyperparams" for site in old.sites):
-        hyperparams = _initial_hyperparams(old_tx, params, paths)
-    same_targets = _targets(opt_state) == _targets(start)
+    if any(place.site.field == "hyperparams" for place in old.places):
+        hyperparams = _initial_hyperparams(old_tx, params)
+    same_targets = _projections(opt_state) == _projections(start)
     carried |= dict(_carry_rest(old, new, same_targets, hyperparams))
     _warn_about(
         [
-            site
-            for number, site in enumerate(new)
+            place
+            for number, place in enumerate(new)
             if number not in carried
-            and site.value is not None
-            and site.path
-            and not site.in_tracker
-            and site.field != "acc_grads"
-            and (site.role or (type(site.owner).__name__, site.field) in old.fields)
+            and place.value is not None
+            and place.path
+            and not place.in_tracker
+            and place.site.field != "acc_grads"
+            and (
+                place.site.role or (type(place.site.owner).__name__, place.site.field) in old.fields
+            )
         ]
     )
     boxes, treedef = tree.flatten(start)

@@ -18,14 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from lowrank_optax._arrays.contract import wide_dtype
-from lowrank_optax._inner.sites import Space
-from lowrank_optax._plan.plan import LeafPlan
-from lowrank_optax._plan.view import Bases, View
-
-
-def shape_in(space: Space, whole: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a weight of shape ``whole`` has in a space."""
-    return whole if space.leaf is None else space.leaf.core_shape
+from lowrank_optax._plan.plan import Projection
+from lowrank_optax._plan.view import Bases
 
 
 def _resized(x: Array, axis: int, size: int, filler: Any) -> Array:
@@ -39,33 +33,27 @@ def _resized(x: Array, axis: int, size: int, filler: Any) -> Array:
     return jnp.pad(x, widths) + jnp.asarray(new, x.dtype) * filler
 
 
-def _rank_axes(leaf: LeafPlan) -> tuple[int, ...]:
-    assert leaf.view is not None
-    return tuple(leaf.view.core_axes(leaf.sides).values())
+def _rank_axes(projection: Projection) -> tuple[int, ...]:
+    return tuple(projection.view.core_axes(projection.sides).values())
 
 
 def _squared(bases: Bases) -> Bases:
     return Bases(*(None if b is None else jnp.square(b) for b in bases))
 
 
-def _view(leaf: LeafPlan) -> View:
-    assert leaf.view is not None
-    return leaf.view
+def _project(x: Array, projection: Projection | None, bases: Bases) -> Array:
+    return x if projection is None else projection.view.project(x, bases)
 
 
-def _project(x: Array, leaf: LeafPlan | None, bases: Bases) -> Array:
-    return x if leaf is None else _view(leaf).project(x, bases)
-
-
-def _lift(x: Array, leaf: LeafPlan | None, bases: Bases) -> Array:
-    return x if leaf is None else _view(leaf).lift(x, bases)
+def _lift(x: Array, projection: Projection | None, bases: Bases) -> Array:
+    return x if projection is None else projection.view.lift(x, bases)
 
 
 class _Move(NamedTuple):
     """From where to where, as :func:`reencode` has it."""
 
-    old: LeafPlan | None
-    new: LeafPlan | None
+    old: Projection | None
+    new: Projection | None
     nested: bool
 
 
@@ -78,7 +66,7 @@ def _first(x: Float[Array, "..."], move: _Move, before: Bases, after: Bases) -> 
     return x
 
 
-def _unseen(second: Float[Array, "..."], old: LeafPlan) -> Float[Array, "..."]:
+def _unseen(second: Float[Array, "..."], old: Projection) -> Float[Array, "..."]:
     """The second moment assumed in directions outside of a basis: the smallest one inside."""
     return jnp.min(second, axis=_rank_axes(old), keepdims=True)
 
@@ -116,8 +104,8 @@ def _second(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def reencode(
-    old: LeafPlan | None,
-    new: LeafPlan | None,
+    old: Projection | None,
+    new: Projection | None,
     nested: bool,
     roles: tuple[tuple[str, str], ...],
     before: Bases,
@@ -142,7 +130,7 @@ def reencode(
         new: likewise, where they go.
         nested: whether the two share their first coordinates.
         roles: pairs of a name in ``moments`` and its role.
-        before: the bases of ``old``; the duals of those that are not orthonormal.
+        before: the bases of ``old``.
         after: the bases of ``new``.
         moments: arrays by name, of the shapes of ``old``.
         bias: :math:`c`, by which the square of the first moment is on the scale of the second.

@@ -6,9 +6,8 @@ import jax
 import optax
 
 from lowrank_optax._arrays.norms import norm
-from lowrank_optax._bases.adaptive import AdaptiveEvery
 from lowrank_optax._bases.refresh import refresh_basis
-from lowrank_optax._bases.tracker import Every
+from lowrank_optax._bases.schedule import AdaptiveEvery, Every
 from lowrank_optax._checks import Rank, check_choice
 from lowrank_optax._inner.carry import Moments
 from lowrank_optax._optimizers.adamw import plain_adamw

@@ -5,22 +5,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array
 
 from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import rebox, unbox
-from lowrank_optax._arrays.compact import Compact
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like
-from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._arrays.tree import PyTree, find_states
+from lowrank_optax._bases.gradient import Gradient
 from lowrank_optax._bases.refresh import refresh_basis
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._checks import Rank, check_static
-from lowrank_optax._inner.roles import field_roles, map_moments, opened
+from lowrank_optax._inner.opened import opened
+from lowrank_optax._inner.roles import FIRST
+from lowrank_optax._inner.sites import mirrors, sites
 from lowrank_optax._optimizers.adamw import plain_adamw
 from lowrank_optax._optimizers.galore import galore_project
-from lowrank_optax._plan.plan import Plan
 from lowrank_optax._plan.target import Targets
-from lowrank_optax._plan.view import Bases
 from lowrank_optax._subspace.state import SubspaceState
 
 
@@ -37,7 +38,7 @@ class ErrorFeedbackState(NamedTuple):
     feedback: Any
 
 
-def _found(state: Any) -> tuple[SubspaceState, TrackerState, list[Bases]]:
+def _found(state: Any) -> tuple[SubspaceState, TrackerState]:
     subspace = find_states(state, SubspaceState)
     trackers = [t for s in subspace for t in find_states(s.tracker_state, TrackerState)]
     if len(subspace) != 1 or len(trackers) != 1:
@@ -45,24 +46,17 @@ def _found(state: Any) -> tuple[SubspaceState, TrackerState, list[Bases]]:
             "error_feedback: give it one subspace optimizer, such as lro.galore_project(...), got "
             f"a transformation whose state holds {len(subspace)}"
         )
-    (tracker,) = trackers
-    return subspace[0], tracker, tracker.encoders()
+    return subspace[0], trackers[0]
 
 
-def _first_moments(inner_state: Any, plan: Plan) -> dict[str, jax.Array]:
-    """The average of gradients that the inner optimizer keeps of each target, by path."""
-    found: dict[str, jax.Array] = {}
-
-    def note(node):
-        for field, role in field_roles(node).items():
-            if role == "first":
-                for path, value in tree.by_path(getattr(node, field)).items():
-                    found.setdefault(path, value)
-        return node
-
-    map_moments(note, opened(inner_state))
-    shapes = {plan.leaves[i].path: plan.leaves[i].core_shape for i in plan.targets}
-    return {p: m for p, m in found.items() if shapes.get(p) == m.shape}
+def _first_moments(inner_state: PyTree, updates: PyTree) -> dict[str, Array]:
+    """The average of gradients that the inner optimizer keeps of each weight, by path."""
+    full = opened(inner_state)
+    found: dict[str, Array] = {}
+    for site in sites(full, mirrors(full, updates)):
+        if site.role == FIRST and site.weight is not None:
+            found.setdefault(site.weight, site.value)
+    return found
 
 
 def error_feedback(
@@ -119,47 +113,41 @@ def error_feedback(
 
     def init_fn(params: Any) -> Any:
         subspace_state = inner.init(params)
-        _, tracker, _ = _found(subspace_state)
+        _, tracker = _found(subspace_state)
         leaves, treedef = tree.flatten(params)
         buffers: list[Any] = [None] * len(leaves)
-        for index in tracker.plan.targets:
-            leaf = unbox(leaves[index])
-            buffers[index] = place_like(jnp.zeros(leaf.shape, dtype), leaf)
+        for projection in tracker.plan.projections:
+            weight = unbox(leaves[projection.index])
+            buffers[projection.index] = place_like(jnp.zeros(weight.shape, dtype), weight)
         return ErrorFeedbackState(subspace_state, tree.sparse_tree(treedef, buffers))
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        subspace, tracker, old = _found(state.subspace_state)
-        plan = tracker.plan
-        moments = _first_moments(subspace.inner_state, plan)
+        subspace, before = _found(state.subspace_state)
+        projections = before.plan.projections
+        moments = _first_moments(subspace.inner_state, updates)
         errors = tree.by_path(state.feedback)
         boxes, treedef = tree.flatten(updates)
-        plan.check_count(boxes, "updates")
-        sums = list(boxes)
-        for index in plan.targets:
-            path, gradient = plan.leaves[index].path, unbox(boxes[index])
-            if isinstance(gradient, Compact):
-                raise ValueError(
-                    f"{path!r}: error_feedback needs the full gradient, got a compact one; use "
-                    "jax.value_and_grad in place of compact_value_and_grad"
-                )
-            wide = wide_dtype(gradient, errors[path])
-            total = gradient.astype(wide) + errors[path].astype(wide)
-            sums[index] = rebox(boxes[index], total)
+        before.plan.check_count(boxes, "updates")
+        totals = list(boxes)
+        for p in projections:
+            gradient = Gradient(p, unbox(boxes[p.index])).full("error_feedback")
+            wide = wide_dtype(gradient, errors[p.path])
+            total = gradient.astype(wide) + errors[p.path].astype(wide)
+            totals[p.index] = rebox(boxes[p.index], total)
         results, subspace_state = inner.update(
-            tree.unflatten(treedef, sums), state.subspace_state, params, **extra_args
+            tree.unflatten(treedef, totals), state.subspace_state, params, **extra_args
         )
-        _, _, new = _found(subspace_state)
+        _, after = _found(subspace_state)
         fresh = {}
-        for index, here, before in zip(plan.targets, new, old, strict=True):
-            leaf, kept = plan.leaves[index], unbox(sums[index])
-            assert leaf.view is not None
-            if leaf.path in moments and b1 > 0:
-                momentum = leaf.view.lift(moments[leaf.path].astype(kept.dtype), before)
+        for p, new, old in zip(projections, after.encoders(), before.encoders(), strict=True):
+            kept = unbox(totals[p.index])
+            if b1 > 0 and p.path in moments and moments[p.path].shape == p.core_shape:
+                momentum = p.view.lift(moments[p.path].astype(kept.dtype), old)
                 kept = kept + b1 / (1 - b1) * momentum
-            lost = kept - leaf.view.lift(leaf.view.project(kept, here), here)
+            lost = kept - p.view.lift(p.view.project(kept, new), new)
             # One bad gradient must not stay for good.
             lost = jnp.where(jnp.all(jnp.isfinite(lost)), lost, 0)
-            fresh[leaf.path] = place_like(lost.astype(dtype), errors[leaf.path])
+            fresh[p.path] = place_like(lost.astype(dtype), errors[p.path])
         return results, ErrorFeedbackState(subspace_state, tree.with_leaves(state.feedback, fresh))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from lowrank_optax._bases.learn import LEARNING_RATE, learn_basis
-from lowrank_optax._bases.tracker import Every
+from lowrank_optax._bases.schedule import Every
 from lowrank_optax._checks import Rank, check_choice
 from lowrank_optax._inner.carry import Moments
 from lowrank_optax._optimizers.adamw import plain_adamw
@@ -113,7 +113,6 @@ def logra_adamw(
     nonlinearity: str = "identity",
     every: Every = 1,
     tied: bool = True,
-    normalize: str = "qr",
     init: Any = "gradient",
     side: str = "smaller",
     moments: Moments = "rotate",
@@ -151,7 +150,6 @@ def logra_adamw(
         nonlinearity: :math:`\varphi`, as for :func:`logra_sketch`.
         every: steps between two learning steps of a basis, or a schedule of the step.
         tied: whether one matrix projects and lifts, as for :func:`learn_basis`.
-        normalize: how its columns are normalised, as for :func:`learn_basis`.
         init: where bases start, as for :func:`learn_basis`.
         side: the matrix side that bases live on.
         moments: what happens to moments when bases move, as for :func:`galore_project`.
@@ -181,7 +179,6 @@ def logra_adamw(
         learning_rate=basis_rate,
         every=every,
         tied=tied,
-        normalize=normalize,
         init=init,
         side=side,
         targets=targets,

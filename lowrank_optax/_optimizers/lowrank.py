@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lowrank_optax._bases.extra_directions import Sketch, check_one_sided
+from lowrank_optax._bases.extra_directions import ExtraDirections, check_one_sided
 from lowrank_optax._bases.refresh import refresh_basis
-from lowrank_optax._bases.tracker import Every
+from lowrank_optax._bases.schedule import Every
 from lowrank_optax._checks import Rank, check_static
 from lowrank_optax._inner.carry import Moments
 from lowrank_optax._optimizers.adamw import plain_adamw
@@ -69,11 +69,11 @@ def sketched_residual_lift(
             f"sketched_residual_lift: extra={extra} draws no direction; use an int of at least "
             "1, a float that is a multiple of the rank, or lro.subspace_lift()"
         )
-    sketch = Sketch(extra, seed)
+    directions = ExtraDirections(extra, seed)
 
     def init_fn(plan):
-        check_one_sided("sketched_residual_lift", [plan.leaves[i] for i in plan.targets])
-        return sketch
+        check_one_sided("sketched_residual_lift", plan.projections)
+        return directions
 
     def update_fn(targets, state):
         lifted = []
@@ -83,9 +83,9 @@ def sketched_residual_lift(
             # One product of full size, with the columns [P | Q].
             axis = t.view.core_axes([side])[side]
             core = jnp.concatenate([t.update, factors * t.extra], axis)
-            both = [getattr(b, side) for b in (t.bases, t.directions)]
+            both = [b.only() for b in (t.bases, t.directions)]
             basis = jnp.concatenate([b.astype(core.dtype) for b in both], -1)
-            lifted.append(t.view.lift(core, Bases(**{side: basis})))
+            lifted.append(t.view.lift(core, Bases.of(side, basis)))
         return lifted, state
 
     return Lift("sketched_residual_lift", init_fn, update_fn, needs_gain=True)

@@ -14,7 +14,7 @@ from lowrank_optax._arrays.static import register_with_flax
 from lowrank_optax._checks import Rank, check_rank
 from lowrank_optax._plan import layouts
 from lowrank_optax._plan.layouts import Kind
-from lowrank_optax._plan.plan import LeafPlan, Plan
+from lowrank_optax._plan.plan import LeafPlan, Plan, PlanOfAnything, Tracking
 from lowrank_optax._plan.target import (
     ByDefault,
     Table,
@@ -133,7 +133,9 @@ def _requested(
     return [as_target(targets(path, leaf), path) for path, leaf in leaves.items()]
 
 
-def make_plan(params: Any, targets: Targets, rank: Any, side: str) -> Plan:
+def make_plan(
+    params: Any, targets: Targets, rank: Rank, side: str, tracking: Tracking | None = None
+) -> Plan:
     """Decides for every leaf of ``params`` whether and how it is projected.
 
     Args:
@@ -142,6 +144,7 @@ def make_plan(params: Any, targets: Targets, rank: Any, side: str) -> Plan:
             entries, or a callable ``(path, leaf) -> entry``.
         rank: the rank of targets that name none.
         side: the side of targets that name none.
+        tracking: the static facts of the tracker that asks.
 
     Returns:
         The plan.
@@ -152,7 +155,9 @@ def make_plan(params: Any, targets: Targets, rank: Any, side: str) -> Plan:
     register_with_flax()
     all_paths, all_leaves, treedef = tree.flatten_with_paths(params)
     if not all_leaves:
-        return Plan()
+        return (
+            PlanOfAnything() if tree.stands_for_params(params) else Plan((), tracking or Tracking())
+        )
     if len(set(all_paths)) != len(all_paths):
         twice = next(path for path in all_paths if all_paths.count(path) > 1)
         raise ValueError(f"two leaves of params are both called {twice!r}; rename one of them")
@@ -172,10 +177,10 @@ def make_plan(params: Any, targets: Targets, rank: Any, side: str) -> Plan:
             arrays, paths, leaves, requested, all_layouts, strict=True
         )
     }
-    plan = Plan([plans.get(i, LeafPlan(path, (), "")) for i, path in enumerate(all_paths)])
-    if not any(leaf.is_target for leaf in plan.leaves):
+    planned = tuple(plans.get(i, LeafPlan(path, (), "")) for i, path in enumerate(all_paths))
+    if not any(leaf.is_target for leaf in planned):
         _report_nothing_projected(targets, paths)
-    return plan
+    return Plan(planned, tracking or Tracking())
 
 
 def _report_nothing_projected(targets: Targets, paths: Sequence[str]) -> None:

@@ -6,8 +6,8 @@ sides and ranks behind its arrays, and a square leaf can never change sides.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 from lowrank_optax._arrays.static import register_static
 from lowrank_optax._plan.view import View
@@ -15,7 +15,7 @@ from lowrank_optax._plan.view import View
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """What happens to one leaf.
+    """What happens to one leaf, projected or not.
 
     Attributes:
         path: the leaf's name, ``decoder/layers/q/kernel``.
@@ -37,68 +37,107 @@ class LeafPlan:
     note: str = ""
 
     @property
-    def is_low_rank(self) -> bool:
-        """Whether a basis is kept for this leaf."""
-        return bool(self.sides)
-
-    @property
     def is_target(self) -> bool:
         """Whether the leaf is a target; its subspace may be the whole space (P = I)."""
         return self.view is not None
 
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """A leaf that has bases.
+
+    Attributes:
+        number: its number among the leaves that have bases.
+        index: its number among all leaves of params.
+        path: its name.
+        dtype: the parameter's dtype, by name.
+        view: how it is read as matrices.
+        sides: the sides that have a basis.
+        rank: columns of each basis.
+    """
+
+    number: int
+    index: int
+    path: str
+    dtype: str
+    view: View
+    sides: tuple[str, ...]
+    rank: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape."""
+        return self.view.shape
+
     @property
     def core_shape(self) -> tuple[int, ...]:
         """The shape that the inner optimizer sees."""
-        if self.view is None or not self.sides:
-            return self.shape
         return self.view.core_shape(self.sides, self.rank)
 
+    @property
+    def form(self) -> "Projection":
+        """What leaves that look alike share, for computations that are compiled once for all."""
+        return dataclasses.replace(self, number=0, index=0, path="", dtype="")
 
+
+@dataclasses.dataclass(frozen=True)
+class Tracking:
+    """What is static of how a tracker follows the gradient.
+
+    Attributes:
+        seed: the seed of its random draws.
+        iterates: whether a new basis comes out of subspace iteration, from products of the
+            gradient alone.
+        needs_gradient: what of the tracker needs gradients in full, for messages, with what to
+            use instead; empty if nothing does.
+        frozen: whether a basis that has been found stays for good.
+    """
+
+    seed: int = 0
+    iterates: bool = False
+    needs_gradient: str = ""
+    frozen: bool = False
+
+    @property
+    def reads_gradient(self) -> bool:
+        """Whether new bases depend on the gradient at all."""
+        return self.iterates or bool(self.needs_gradient)
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plans of all leaves of a params tree, in its order. Hashable and immutable.
+    """The plans of all leaves of a params tree, in its order.
 
     Attributes:
         leaves: one :class:`LeafPlan` a leaf.
-        targets: the numbers of the leaves that have a basis.
-        method: how the tracker finds bases.
-        seed: the seed of its random draws.
+        tracking: the static facts of the tracker that follows it.
     """
 
-    def __init__(self, leaves: Sequence[LeafPlan] = (), method: str = "", seed: int = 0):
-        self.leaves = tuple(leaves)
-        self.method = method
-        self.seed = seed
-        self.targets = tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_low_rank)
+    leaves: tuple[LeafPlan, ...] = ()
+    tracking: Tracking = Tracking()
 
-    def __repr__(self) -> str:
-        return f"Plan({len(self.targets)} of {len(self.leaves)} leaves projected)"
+    @functools.cached_property
+    def projections(self) -> tuple[Projection, ...]:
+        """The leaves that have bases, in order."""
+        found: list[Projection] = []
+        for index, leaf in enumerate(self.leaves):
+            if leaf.view is not None and leaf.sides:
+                facts = (leaf.path, leaf.dtype, leaf.view, leaf.sides, leaf.rank)
+                found.append(Projection(len(found), index, *facts))
+        return tuple(found)
 
-    # The plan of an empty params tree equals any other. optax.tree_utils.tree_map_params
-    # pairs a state with one that was made for a placeholder without leaves, and JAX
-    # compares the static parts of both.
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Plan):
-            return NotImplemented
-        if not self.leaves or not other.leaves:
-            return True
-        return self._key() == other._key()
+    # JAX hashes the structure of its arguments at every call of a compiled function.
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.leaves, self.tracking))
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return self._hash
 
-    def _key(self) -> tuple[Any, ...]:
-        return self.leaves, self.method, self.seed
+    def __repr__(self) -> str:
+        return f"Plan({len(self.projections)} of {len(self.leaves)} leaves projected)"
 
-    def tracked(self, method: str, seed: int) -> "Plan":
-        """The same plan with the static facts of its tracker."""
-        return Plan(self.leaves, method, seed)
-
-    @property
-    def orthonormal(self) -> bool:
-        """Whether bases have orthonormal columns; those of an autoencoder may not."""
-        return self.method not in ("learn_columns", "learn_none")
-
-    def check_count(self, leaves: Sequence[Any], what: str) -> None:
+    def check_count(self, leaves: Sequence[object], what: str) -> None:
         """Raises ValueError unless there is one entry for each leaf of the plan."""
         if len(leaves) != len(self.leaves):
             raise ValueError(
@@ -108,3 +147,12 @@ class Plan:
 
 
 register_static(Plan)
+
+
+class PlanOfAnything(Plan):
+    """The plan of a placeholder that stands for any params tree.
+
+    ``optax.tree_utils.tree_map_params`` asks a transformation for the state of such a placeholder
+    and lays it over a real state. This plan is no pytree node but a leaf, so what it lies over, the
+    real plan, is taken from the real state as a whole.
+    """

@@ -17,6 +17,12 @@ from lowrank_optax._arrays.contract import REFRESH_PRECISION, STEP_PRECISION, co
 from lowrank_optax._arrays.mesh import place
 
 REDUCTION, OUTPUT = "reduction", "output"
+BOTH = (REDUCTION, OUTPUT)
+
+
+def other(side: str) -> str:
+    """The opposite side of a matrix."""
+    return OUTPUT if side == REDUCTION else REDUCTION
 
 
 class Bases(NamedTuple):
@@ -29,6 +35,20 @@ class Bases(NamedTuple):
 
     reduction: Array | None = None
     output: Array | None = None
+
+    @classmethod
+    def of(cls, side: str, basis: Array) -> "Bases":
+        """The bases of a target that has one on one side only."""
+        return cls(**{side: basis})
+
+    def on(self, side: str) -> Any:
+        """The basis of one side, None where it has none."""
+        return self.reduction if side == REDUCTION else self.output
+
+    def only(self) -> Any:
+        """The basis of the one side that has one."""
+        (basis,) = (b for b in self if b is not None)
+        return basis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +86,10 @@ class View:
     @property
     def batch_shape(self) -> tuple[int, ...]:
         return self._sizes(self.batch_axes)
+
+    def length(self, side: str) -> int:
+        """The size of one side, the length of the columns of its basis."""
+        return self.rows if side == REDUCTION else self.columns
 
     def side_axes(self, side: str) -> tuple[int, ...]:
         return self.reduction_axes if side == REDUCTION else self.output_axes
@@ -158,9 +182,8 @@ class View:
         Returns:
             ``(*batch, *other side, r)``.
         """
-        other = OUTPUT if side == REDUCTION else REDUCTION
         batch, full = self._labels(self.batch_axes), self._labels(range(len(self.shape)))
-        here, there = (self._labels(self.side_axes(s)) for s in (side, other))
+        here, there = (self._labels(self.side_axes(s)) for s in (side, other(side)))
         return contract(
             f"{full},{batch}{here}y->{batch}{there}y",
             matrix,

@@ -10,16 +10,15 @@ import numpy as np
 from lowrank_optax._arrays.tree import find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._checks import check_rank
-from lowrank_optax._plan.plan import LeafPlan
+from lowrank_optax._plan.plan import Projection
 from lowrank_optax._ranks import rules
 from lowrank_optax._subspace.state import SubspaceState
 
 
-def _batched(basis: Any, leaf: LeafPlan) -> np.ndarray:
+def _batched(basis: Any, projection: Projection) -> np.ndarray:
     """A basis as ``(batch, side, r)`` in float64."""
-    assert leaf.view is not None
     return np.asarray(basis, np.float64).reshape(
-        math.prod(leaf.view.batch_shape), -1, basis.shape[-1]
+        math.prod(projection.view.batch_shape), -1, basis.shape[-1]
     )
 
 
@@ -119,25 +118,24 @@ class RankGrowth:
             seen.append(1 - energy)
         return len(seen) == self.window and sum(seen) / len(seen) > self.residual
 
-    def _has_turned(self, leaf: LeafPlan, bases: list[Any], refreshes: int) -> bool:
+    def _has_turned(self, projection: Projection, bases: list[Any], refreshes: int) -> bool:
         if self.angle is None:
             return False
-        before = self._bases.get(leaf.path)
+        before = self._bases.get(projection.path)
         if before is not None and before[0] == refreshes:
             return False
-        now = [_batched(basis, leaf) for basis in bases]
-        self._bases[leaf.path] = refreshes, now
+        now = [_batched(basis, projection) for basis in bases]
+        self._bases[projection.path] = refreshes, now
         # The start is random: that the first refresh turns it says nothing.
         if before is None or before[0] == 0:
             return False
         angles = [principal_angle(new, old) for new, old in zip(now, before[1], strict=True)]
         return max(angles) > self.angle
 
-    def _grown(self, leaf: LeafPlan) -> int:
-        assert leaf.view is not None
-        smaller = min(leaf.view.rows, leaf.view.columns)
+    def _grown(self, projection: Projection) -> int:
+        smaller = min(projection.view.rows, projection.view.columns)
         cap = round(self.cap * smaller) if isinstance(self.cap, float) else int(self.cap)
-        return max(leaf.rank, min(math.ceil(leaf.rank * self.factor), cap, smaller))
+        return max(projection.rank, min(math.ceil(projection.rank * self.factor), cap, smaller))
 
     def __call__(self, opt_state: Any, step: int) -> list[tuple[str, Any]] | None:
         """Looks at a state and proposes ranks.
@@ -157,22 +155,20 @@ class RankGrowth:
         for tracker, energies in _watched(opt_state):
             plan = tracker.plan
             leaves += plan.leaves
-            if self.residual is not None and energies is None and plan.targets:
+            if self.residual is not None and energies is None and plan.projections:
                 raise ValueError(
                     "RankGrowth: the state holds no metrics to read the residual from; build the "
                     "optimizer with metrics=True, or give residual=None and an angle"
                 )
             refreshes = np.asarray(tracker.refreshes)
-            for number, (index, basis) in enumerate(
-                zip(plan.targets, tracker.encoders(), strict=True)
-            ):
-                leaf = plan.leaves[index]
+            for projection, basis in zip(plan.projections, tracker.encoders(), strict=True):
+                path, number = projection.path, projection.number
                 energy = None if energies is None else float(energies[number])
                 sides = [b for b in basis if b is not None]
-                due = self._is_lossy(leaf.path, energy)
-                due |= self._has_turned(leaf, sides, int(refreshes[number]))
-                if due and self._grown(leaf) > leaf.rank:
-                    ranks[leaf.path] = self._grown(leaf)
+                due = self._is_lossy(path, energy)
+                due |= self._has_turned(projection, sides, int(refreshes[number]))
+                if due and self._grown(projection) > projection.rank:
+                    ranks[path] = self._grown(projection)
         if not leaves:
             raise ValueError(
                 "RankGrowth: the state holds no tracker; pass the state of an optimizer such as "

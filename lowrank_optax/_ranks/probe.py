@@ -69,7 +69,6 @@ class RankProbe:
         ranks = {}
         for path, found in self.leaves.items():
             view = found.leaf.view
-            assert view is not None
             smaller = min(view.rows, view.columns)
             most = max(1, round(cap * smaller)) if isinstance(cap, float) else int(cap)
             rank = math.ceil(found.rank / multiple) * multiple
@@ -103,7 +102,6 @@ class RankProbe:
         rows: list[tuple[str, ...]] = [head]
         for path, found in self.leaves.items():
             view = found.leaf.view
-            assert view is not None
             stack = "".join(f"{size} x " for size in view.batch_shape)
             smaller = min(view.rows, view.columns)
             last = np.max(found.spectrum[..., min(found.rank, found.spectrum.shape[-1]) - 1])
@@ -241,15 +239,15 @@ def rank_probe(
     for number, gradients in enumerate(grads_iter, 1):
         if number == 1:
             plan = make_plan(gradients, _without_ranks(targets), 1, "smaller")
-            if not plan.targets:
+            if not plan.projections:
                 raise ValueError(
                     "rank_probe: none of these leaves has a matrix to probe: "
                     f"{[leaf.path for leaf in plan.leaves][:4]}; pass targets"
                 )
-            accumulators = [SpectrumSum(plan.leaves[i], mode == "pooled") for i in plan.targets]
+            accumulators = [SpectrumSum(p, mode == "pooled") for p in plan.projections]
         leaves = _gradient_leaves(plan, gradients, number - 1)
-        for index, accumulator in zip(plan.targets, accumulators, strict=True):
-            accumulator.add(leaves[index])
+        for projection, accumulator in zip(plan.projections, accumulators, strict=True):
+            accumulator.add(leaves[projection.index])
     if number == 0:
         raise ValueError(
             "rank_probe: grads_iter yielded no gradients; a generator can be consumed only once"

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from lowrank_optax._plan.plan import LeafPlan
+from lowrank_optax._plan.plan import LeafPlan, Projection
 from lowrank_optax._plan.target import OptionalPattern, Target
 
 Rules = list[tuple[str, Target]]
 
 
-def rank_rules(leaves: Sequence[LeafPlan], ranks: Mapping[str, int]) -> Rules:
+def rank_rules(leaves: Sequence[LeafPlan | Projection], ranks: Mapping[str, int]) -> Rules:
     """One rule a target that matches its path alone, with its view and side spelled out.
 
     Args:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract, wide_dtype
 from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._bases.find import is_usable
-from lowrank_optax._plan.plan import LeafPlan
+from lowrank_optax._plan.plan import Projection
 from lowrank_optax._plan.view import OUTPUT, REDUCTION, View
 
 METRICS = ("energy", "nuclear")
@@ -30,7 +30,7 @@ class LeafSpectrum:
         batches: how many batches had a finite gradient that is not 0.
     """
 
-    leaf: LeafPlan
+    leaf: Projection
     spectrum: np.ndarray
     rank: int
     batches: int
@@ -93,8 +93,7 @@ class SpectrumSum:
         pooled: whether batches are added up, or looked at one by one.
     """
 
-    def __init__(self, leaf: LeafPlan, pooled: bool):
-        assert leaf.view is not None
+    def __init__(self, leaf: Projection, pooled: bool):
         self.leaf, self.view, self.pooled = leaf, leaf.view, pooled
         self.sides = leaf.sides
         if not pooled:

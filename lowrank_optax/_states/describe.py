@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import optax
 
 from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import unbox
-from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._arrays.tree import PyTree, find_states
 from lowrank_optax._bases.state import TrackerState
-from lowrank_optax._inner.roles import kept_fields
+from lowrank_optax._inner.sites import Site, kept_fields, mirrors, sites
 from lowrank_optax._plan.view import OUTPUT, REDUCTION
 from lowrank_optax._subspace.state import SubspaceState
 from lowrank_optax._text import format_bytes
@@ -105,25 +106,22 @@ def _view_text(view: Any) -> str:
     return " x ".join(map(str, (*view.batch_shape, f"{view.rows}x{view.columns}")))
 
 
-def _bytes_by_leaf(state: Any, paths: list[str]) -> tuple[dict[str, int], int]:
-    """The bytes of a state that belong to each params leaf, and those that belong to none."""
-    names, leaves, _ = tree.flatten_with_paths(state)
-    sizes = dict.fromkeys(paths, 0)
-    known = set(paths)
+def _bytes_by_weight(found: Sequence[Site]) -> tuple[dict[str, int], int]:
+    """The bytes of a state that belong to each weight, and those that belong to none."""
+    sizes: dict[str, int] = {}
     shared = 0
-    for name, leaf in zip(names, leaves, strict=True):
-        if leaf is None:
-            continue
-        size = _bytes(unbox(leaf))
-        # A leaf of the state that belongs to params has the params' path at its end.
-        parts = name.split("/")
-        ends = ("/".join(parts[start:]) for start in range(len(parts)))
-        owner = next((end for end in ends if end in known), None)
-        if owner is None:
+    for site in found:
+        size = 0 if site.value is None else _bytes(site.value)
+        if site.weight is None:
             shared += size
         else:
-            sizes[owner] += size
+            sizes[site.weight] = sizes.get(site.weight, 0) + size
     return sizes, shared
+
+
+def _sites(tx: optax.GradientTransformation, params: PyTree) -> list[Site]:
+    state = jax.eval_shape(tx.init, params)
+    return sites(state, mirrors(state, params, tx))
 
 
 def describe(tx: optax.GradientTransformation, params: Any) -> Description:
@@ -148,13 +146,12 @@ def describe(tx: optax.GradientTransformation, params: Any) -> Description:
         kernel  float32[64, 256]  64x256  reduction  8     18.43 kB  131.07 kB
         total                                              20.50 kB  133.12 kB  15.4% of AdamW's
     """
-    state = jax.eval_shape(tx.init, params)
-    adamw = jax.eval_shape(optax.adamw(1.0).init, params)
     names, leaves, _ = tree.flatten_with_paths(params)
     present = [(n, unbox(leaf)) for n, leaf in zip(names, leaves, strict=True) if leaf is not None]
-    paths = [name for name, _ in present]
-    sizes, shared = _bytes_by_leaf(state, paths)
-    adamw_sizes, _ = _bytes_by_leaf(adamw, paths)
+    state = jax.eval_shape(tx.init, params)
+    found = sites(state, mirrors(state, params, tx))
+    sizes, shared = _bytes_by_weight(found)
+    adamw_sizes, _ = _bytes_by_weight(_sites(optax.adamw(1.0), params))
     plans = {
         leaf.path: leaf
         for tracker in find_states(state, TrackerState)
@@ -174,25 +171,27 @@ def describe(tx: optax.GradientTransformation, params: Any) -> Description:
                 if plan and plan.sides == (REDUCTION, OUTPUT)
                 else "".join(plan.sides if plan else ()),
                 rank=plan.rank if plan else 0,
-                state_bytes=sizes[path],
-                adamw_bytes=adamw_sizes[path],
+                state_bytes=sizes.get(path, 0),
+                adamw_bytes=adamw_sizes.get(path, 0),
                 note=plan.note if plan else "",
             )
         )
-    return Description(tuple(rows), shared, tuple(_notes(state)))
+    return Description(tuple(rows), shared, tuple(_notes(state, found)))
 
 
-def _notes(state: Any) -> list[str]:
+def _notes(state: PyTree, found: Sequence[Site]) -> list[str]:
     notes = []
     for node in find_states(state, SubspaceState):
+        inside = [s for s in found if (id(node), "inner_state") in [(id(n), f) for n, f in s.trail]]
         for tracker in find_states(node.tracker_state, TrackerState):
-            kept = kept_fields(node.inner_state, tracker.plan)
+            targets = {projection.path for projection in tracker.plan.projections}
+            kept = kept_fields(inside, targets)
             if kept:
                 notes.append(
                     f"note: {', '.join(kept)}: not recognised as moments, so kept as they are "
                     "when a basis changes"
                 )
-            if node.inner_state is None and tracker.plan.targets:
+            if node.inner_state is None and targets:
                 notes.append(
                     "note: without an inner optimizer this is a filter: what follows it in the "
                     "chain keeps full-sized state; pass the optimizer as inner= to save memory"

@@ -13,7 +13,8 @@ from lowrank_optax._arrays.mesh import Names, axis_names, fit, spec_of, spread
 from lowrank_optax._arrays.tree import find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._bases.storage import packed_shape
-from lowrank_optax._plan.plan import LeafPlan, Plan
+from lowrank_optax._inner.sites import Site, mirrors, sites
+from lowrank_optax._plan.plan import Projection
 from lowrank_optax._subspace.state import SubspaceState
 
 
@@ -22,11 +23,6 @@ class _Placed(NamedTuple):
 
     shape: tuple[int, ...]
     names: Sequence[Names]
-
-
-# By path, what a leaf of the state may be that belongs to a leaf of params: the first of these
-# whose shape it has.
-_Candidates = Mapping[str, Sequence[_Placed]]
 
 
 def _derived(
@@ -38,13 +34,13 @@ def _derived(
     return _Placed(tuple(shape), spread(own, axes, tuple(shape), parameter.names, mesh))
 
 
-def _bases_of(leaf: LeafPlan, parameter: _Placed, mesh: Mapping[str, int]) -> dict[str, _Placed]:
-    view = leaf.view
-    if view is None:
-        return {}
+def _bases_of(
+    projection: Projection, parameter: _Placed, mesh: Mapping[str, int]
+) -> dict[str, _Placed]:
+    view, rank = projection.view, projection.rank
     return {
-        side: _derived(parameter, view.basis_shape(side, leaf.rank), view.basis_axes(side), mesh)
-        for side in leaf.sides
+        side: _derived(parameter, view.basis_shape(side, rank), view.basis_axes(side), mesh)
+        for side in projection.sides
     }
 
 
@@ -53,86 +49,41 @@ def _packed(basis: _Placed) -> _Placed:
     return basis._replace(shape=packed_shape(basis.shape))
 
 
-def _core_of(leaf: LeafPlan, parameter: _Placed, mesh: Mapping[str, int]) -> list[_Placed]:
-    if leaf.view is None or not leaf.sides:
-        return []
-    return [_derived(parameter, leaf.core_shape, leaf.view.core_leaf_axes(leaf.sides), mesh)]
+def _core_of(projection: Projection, parameter: _Placed, mesh: Mapping[str, int]) -> _Placed:
+    axes = projection.view.core_leaf_axes(projection.sides)
+    return _derived(parameter, projection.core_shape, axes, mesh)
 
 
-class _Walk:
-    """Finds the placement of every array of a state, node by node.
+def _projection_of(site: Site, states: Any) -> Projection | None:
+    """How the weight of an array is projected, by the trackers in some state around it."""
+    for tracker in find_states(states, TrackerState):
+        for projection in tracker.plan.projections:
+            if projection.path == site.weight:
+                return projection
+    return None
 
-    Args:
-        mesh: the size of each mesh axis.
-        leaf: makes the entry of the result from an array's placement.
+
+def _candidates(site: Site, parameter: _Placed, mesh: Mapping[str, int]) -> list[_Placed]:
+    """What an array of a weight may be: it is the first of these whose shape it has.
+
+    In a tracker's state that is a basis; in a subspace optimizer's inner state a core; anything may
+    be in the state of a lift. Elsewhere, and of a weight that is not projected, it has the weight's
+    own shape.
     """
-
-    def __init__(self, mesh: Mapping[str, int], leaf: Any):
-        self._mesh = mesh
-        self._leaf = leaf
-
-    def __call__(self, state: Any, of: _Candidates) -> Any:
-        """A tree like ``state``, where ``of`` are the arrays that its leaves may resemble."""
-
-        def is_node(x: Any) -> bool:
-            return isinstance(x, SubspaceState | TrackerState) or x is None or is_box(x)
-
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_node)
-        return jax.tree.unflatten(treedef, [self._node(path, x, of) for path, x in pairs])
-
-    def _node(self, path: Sequence[Any], node: Any, of: _Candidates) -> Any:
-        if isinstance(node, SubspaceState):
-            return self._subspace(node, of)
+    for node, field in reversed(site.trail):
+        projection = None
+        if isinstance(node, TrackerState | SubspaceState):
+            projection = _projection_of(site, node)
+        if projection is None:
+            continue
+        bases = _bases_of(projection, parameter, mesh)
         if isinstance(node, TrackerState):
-            return self._tracker(node, of)
-        if node is None:
-            return None
-        return self._array(tree.path_name(path), node, of)
-
-    def _array(self, path: str, box: Any, of: _Candidates) -> Any:
-        shape = tuple(unbox(box).shape)
-        # A leaf of the state that belongs to params has the params' path at its end; params
-        # that are one array have no path.
-        parts = path.split("/")
-        ends = ["/".join(parts[start:]) for start in range(len(parts))] + [""]
-        owner = next((end for end in ends if end in of), None)
-        candidates = of[owner] if owner is not None else ()
-        placed = next((c for c in candidates if c.shape == shape), None)
-        key = owner if placed is not None else None
-        return rebox(box, self._leaf(key, placed.names if placed else [()] * len(shape)))
-
-    def _plans(self, state: Any) -> dict[str, LeafPlan]:
-        plans: list[Plan] = [tracker.plan for tracker in find_states(state, TrackerState)]
-        return {leaf.path: leaf for plan in plans for leaf in plan.leaves}
-
-    def _subspace(self, state: SubspaceState, of: _Candidates) -> SubspaceState:
-        plans = self._plans(state.tracker_state)
-        cores, anything = {}, {}
-        for path, candidates in of.items():
-            leaf, parameter = plans.get(path), candidates[0]
-            core = _core_of(leaf, parameter, self._mesh) if leaf else []
-            bases = _bases_of(leaf, parameter, self._mesh) if leaf else {}
-            cores[path] = [*core, *candidates]
-            anything[path] = [*core, *bases.values(), *candidates]
-        return SubspaceState(
-            tracker_state=self(state.tracker_state, of),
-            inner_state=self(state.inner_state, cores),
-            lift_state=self(state.lift_state, anything),
-            fidelity=self(state.fidelity, {}),
-        )
-
-    def _tracker(self, state: TrackerState, of: _Candidates) -> TrackerState:
-        plans = self._plans(state)
-        fields = {}
-        for name, value in state._asdict().items():
-            bases = {}
-            for path, (parameter, *_) in of.items():
-                sides = _bases_of(plans[path], parameter, self._mesh) if path in plans else {}
-                # The bases of both sides may have one shape: the field's name tells.
-                found = [*(p for side, p in sides.items() if side in name), *sides.values()]
-                bases[path] = [*found, *map(_packed, found)]
-            fields[name] = self(value, bases)
-        return type(state)(**fields)
+            # The bases of both sides may have one shape: the field's name tells.
+            found = [*(p for side, p in bases.items() if side in field), *bases.values()]
+            return [*found, *map(_packed, found)]
+        core = _core_of(projection, parameter, mesh)
+        return [core, *(bases.values() if field == "lift_state" else ()), parameter]
+    return [parameter]
 
 
 def _is_sharding(x: Any) -> bool:
@@ -246,7 +197,7 @@ def state_shardings(
         if box is not None
     }
     mesh, sizes = _mesh_sizes([sharding for _, sharding in present.values()])
-    placed: dict[str, list[_Placed]] = {}
+    placed: dict[str, _Placed] = {}
     for path, (shape, sharding) in present.items():
         spec = getattr(sharding, "spec", sharding)
         if not isinstance(spec, PartitionSpec):
@@ -256,7 +207,7 @@ def state_shardings(
                 f"state_shardings: {path!r}: {spec} has more entries than shape {shape} has axes"
             )
         names = fit(axis_names(spec, len(shape)), shape, sizes)
-        placed[path] = [_Placed(shape, names)]
+        placed[path] = _Placed(shape, names)
     alone = next((s for _, s in present.values() if isinstance(s, Sharding)), None)
     named = any(isinstance(s, PartitionSpec) for _, s in present.values())
 
@@ -269,4 +220,17 @@ def state_shardings(
 
     # Shapes alone: no mesh needs to be in use, and nothing is placed.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    return _Walk(sizes, leaf)(jax.eval_shape(tx.init, shapes), placed)
+    state = jax.eval_shape(tx.init, shapes)
+    leaves, treedef = tree.flatten(state)
+    for number, site in enumerate(sites(state, mirrors(state, shapes, tx))):
+        if site.value is None:
+            continue
+        shape = tuple(site.value.shape)
+        candidates: list[_Placed] = []
+        if site.weight in placed:
+            candidates = _candidates(site, placed[site.weight], sizes)
+        found = next((c for c in candidates if c.shape == shape), None)
+        names = [()] * len(shape) if found is None else found.names
+        made = leaf(None if found is None else site.weight, names)
+        leaves[number] = rebox(leaves[number], made)
+    return tree.unflatten(treedef, leaves)

@@ -1,115 +1,67 @@
-"""Trees of cores: from leaf-shaped gradients and params, and where they lie.
+"""Trees of cores: a target's core takes the place of its leaf, and lies where the state does.
 
-Each target's core takes the place of its leaf. The inner optimizer keeps cores spread over all mesh
-axes of their leaf, and in a box of their own where the leaf is boxed; products use them on the axes
-of their own side.
+The inner optimizer keeps cores spread over all mesh axes of their leaf, and in a box of their own
+where the leaf is boxed; products use them on the axes of their own side.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_optax._arrays.boxes import rebox_part, unbox
-from lowrank_optax._arrays.compact import Compact
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import explicit_spec
-from lowrank_optax._arrays.tree import flatten, unflatten
+from lowrank_optax._arrays.tree import PyTree, flatten, unflatten
 from lowrank_optax._bases.state import TrackerState
-from lowrank_optax._plan.plan import LeafPlan, Plan
+from lowrank_optax._plan.plan import Projection
 from lowrank_optax._plan.view import Bases
-from lowrank_optax._subspace.nonlinearity import Nonlinearity
 
 
-def zero_cores(plan: Plan, tracker: TrackerState, params: Any) -> Any:
+def zero_cores(tracker: TrackerState, params: PyTree) -> PyTree:
     """A tree like params with a zero core at each target, for the inner optimizer's init."""
-    leaves, treedef = flatten(params)
-    for index, basis in zip(plan.targets, tracker.encoders(), strict=True):
-        some = next(b for b in basis if b is not None)
-        leaf = plan.leaves[index]
-        assert leaf.view is not None
-        zeros = jnp.zeros(leaf.core_shape, wide_dtype(some))
-        leaves[index] = stored(leaf, zeros, leaves[index])
-    return unflatten(treedef, leaves)
+    zeros = [
+        jnp.zeros(projection.core_shape, wide_dtype(*(b for b in bases if b is not None)))
+        for projection, bases in zip(tracker.plan.projections, tracker.encoders(), strict=True)
+    ]
+    return with_cores(params, tracker.plan.projections, zeros, flatten(params)[0])
 
 
-def stored(leaf: LeafPlan, core: jax.Array, like: Any) -> Any:
-    """A core as the inner optimizer keeps it: spread over devices, and boxed as its leaf is.
+def with_cores(
+    tree: PyTree, projections: Sequence[Projection], cores: Sequence[jax.Array], like: Sequence[Any]
+) -> PyTree:
+    """A tree with cores, as the inner optimizer keeps them, in the place of targets.
 
     Args:
-        leaf: the plan of the target.
-        core: the core.
-        like: the target's leaf of params or updates.
+        tree: gradients or params.
+        projections: the targets.
+        cores: their cores.
+        like: every leaf of params, boxed or not; of updates if there are no params.
 
     Returns:
-        The core, in a box whose axis names are its own where ``like`` is boxed.
+        The tree; each core is spread over devices, and in a box whose axis names are its own where
+        its leaf is boxed.
     """
-    assert leaf.view is not None
-    core = leaf.view.place_core(core, leaf.sides, unbox(like), spreading=True)
-    return rebox_part(like, core, leaf.view.core_leaf_axes(leaf.sides), explicit_spec(core))
-
-
-def store(plan: Plan, cores: Any, like: list[Any]) -> Any:
-    """A tree of cores as the inner optimizer keeps them."""
-    leaves, treedef = flatten(cores)
-    for index in plan.targets:
-        leaves[index] = stored(plan.leaves[index], leaves[index], like[index])
+    leaves, treedef = flatten(tree)
+    for projection, core in zip(projections, cores, strict=True):
+        view, sides, box = projection.view, projection.sides, like[projection.index]
+        core = view.place_core(core, sides, unbox(box), spreading=True)
+        boxed = rebox_part(box, core, view.core_leaf_axes(sides), explicit_spec(core))
+        leaves[projection.index] = boxed
     return unflatten(treedef, leaves)
 
 
-def gathered(leaf: LeafPlan, basis: Bases, like: Any) -> Bases:
-    """Bases where they are used, on their own side's mesh axes only: thin, and so cheap to move."""
-    assert leaf.view is not None
+def gathered(projection: Projection, bases: Bases, like: jax.Array) -> Bases:
+    """Bases where they are used, on their own side's mesh axes only: thin, so cheap to move."""
     sides = {
-        side: leaf.view.place_basis(getattr(basis, side), side, unbox(like)) for side in leaf.sides
+        side: projection.view.place_basis(basis, side, like)
+        for side, basis in zip(Bases._fields, bases, strict=True)
+        if basis is not None
     }
     return Bases(**sides)
 
 
-def all_gathered(plan: Plan, bases: list[Bases], like: list[Any]) -> list[Bases]:
-    pairs = zip(plan.targets, bases, strict=True)
-    return [gathered(plan.leaves[index], basis, like[index]) for index, basis in pairs]
-
-
-def _core(leaf: LeafPlan, basis: Bases, array: Any) -> jax.Array:
-    """The core of one target: projected, or as the backward pass made it."""
-    assert leaf.view is not None
-    if not isinstance(array, Compact):
-        return leaf.view.project(array, basis)
-    if array.core.shape != leaf.core_shape:
-        raise ValueError(
-            f"{leaf.path!r}: got a compact gradient of shape {array.core.shape}, expected "
-            f"{leaf.core_shape}; compute gradients with the opt_state that you update"
-        )
-    return array.core
-
-
-def encode(plan: Plan, bases: list[Bases], tree: Any) -> Any:
-    """A tree like ``tree`` with the core of each target in its place."""
-    leaves, treedef = flatten(tree)
-    plan.check_count(leaves, "updates or params")
-    for index, basis in zip(plan.targets, bases, strict=True):
-        leaves[index] = _core(plan.leaves[index], basis, unbox(leaves[index]))
-    return unflatten(treedef, leaves)
-
-
-def bend(plan: Plan, nonlinearity: Nonlinearity, gradients: list[Any], cores: Any) -> Any:
-    """The tree of cores with the nonlinearity applied to that of each target."""
-    leaves, treedef = flatten(cores)
-    for index in plan.targets:
-        leaf, gradient = plan.leaves[index], gradients[index]
-        assert leaf.view is not None
-        if isinstance(gradient, Compact):
-            if nonlinearity.needs_gradient:
-                raise ValueError(
-                    f"{leaf.path!r}: nonlinearity={nonlinearity.name!r} needs the full gradient, "
-                    "got a compact one; use jax.value_and_grad in place of "
-                    "compact_value_and_grad, or another nonlinearity"
-                )
-            gradient = None
-        leaves[index] = nonlinearity.apply(leaf.view, leaf.sides, leaves[index], gradient)
-    return unflatten(treedef, leaves)
-
-
-def arrays(tree: Any) -> list[Any]:
+def arrays(tree: PyTree) -> list[Any]:
+    """The leaves of a tree without their boxes."""
     return [unbox(leaf) for leaf in flatten(tree)[0]]

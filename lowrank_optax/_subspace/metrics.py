@@ -89,7 +89,7 @@ def fidelity(
 
 def empty_fidelity(plan: Plan) -> Fidelity:
     """The fidelity before the first update: nothing is known, so NaN."""
-    size = max(1, len(plan.targets))
+    size = max(1, len(plan.projections))
     # An array each: a step that is given one buffer twice cannot donate it.
     return Fidelity(*(jnp.full(size, jnp.nan, jnp.float32) for _ in Fidelity._fields))
 
@@ -174,8 +174,8 @@ def metrics(opt_state: Any) -> Metrics:
         if state.fidelity is None:
             continue
         for tracker in find_states(state.tracker_state, TrackerState):
-            for number, index in enumerate(tracker.plan.targets):
-                path = tracker.plan.leaves[index].path
+            for projection in tracker.plan.projections:
+                path, number = projection.path, projection.number
                 leaves[path] = Fidelity(*(x[number] for x in state.fidelity))
                 refreshes[path] = tracker.refreshes[number]
     if not leaves:

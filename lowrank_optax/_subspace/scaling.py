@@ -12,7 +12,7 @@ from lowrank_optax._arrays.contract import on_replicated, wide_dtype
 from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.norms import norm
 from lowrank_optax._plan.plan import Plan
-from lowrank_optax._plan.view import OUTPUT, REDUCTION
+from lowrank_optax._plan.view import BOTH, other
 from lowrank_optax._subspace.lift import LiftInput
 
 PER = ("channel", "tensor")
@@ -48,13 +48,12 @@ def scaling(target: LiftInput, per: str) -> Scaling:
         The factors, of the core's axes and of the leaf's.
     """
     view = target.view
-    sides = [s for s in (REDUCTION, OUTPUT) if getattr(target.bases, s) is not None]
+    sides = [side for side in BOTH if target.bases.on(side) is not None]
     batch = tuple(range(len(view.batch_axes)))
     if per == "channel" and len(sides) == 1:
         core_axes = (view.core_axes(sides)[sides[0]],)
-        other = OUTPUT if sides[0] == REDUCTION else REDUCTION
         common = view.side_axes(sides[0])
-        kept = view.batch_axes + view.side_axes(other)
+        kept = view.batch_axes + view.side_axes(other(sides[0]))
     else:
         core_axes = tuple(range(len(batch), target.core.ndim))
         common = view.reduction_axes + view.output_axes
@@ -104,8 +103,7 @@ class GrowthState(NamedTuple):
 
 
 def _matrices(plan: Plan) -> list[int]:
-    leaves = [plan.leaves[index] for index in plan.targets]
-    return [math.prod(leaf.view.batch_shape) for leaf in leaves if leaf.view is not None]
+    return [math.prod(projection.view.batch_shape) for projection in plan.projections]
 
 
 def growth_init(plan: Plan) -> GrowthState:

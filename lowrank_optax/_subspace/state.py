@@ -2,6 +2,13 @@
 
 from typing import Any, NamedTuple
 
+import jax
+import optax
+
+from lowrank_optax._arrays import tree
+from lowrank_optax._bases.state import TrackerState
+from lowrank_optax._inner.sites import mirrors, sites
+
 
 class SubspaceState(NamedTuple):
     """State of a subspace optimizer.
@@ -17,3 +24,20 @@ class SubspaceState(NamedTuple):
     inner_state: Any
     lift_state: Any
     fidelity: Any
+
+    def on_cores(self) -> dict[str, list[Any]]:
+        """By path what the inner optimizer keeps of the shape of each target's core."""
+        found: dict[str, list[Any]] = {}
+        for tracker in tree.find_states(self.tracker_state, TrackerState):
+            shapes = {p.path: p.core_shape for p in tracker.plan.projections}
+            found |= {path: [] for path in shapes}
+            # Its trees of bases have a place for every leaf of params.
+            like = jax.tree.map(lambda _: 0, tracker.reduction_basis, is_leaf=_is_place)
+            for site in sites(self.inner_state, mirrors(self.inner_state, like)):
+                if site.weight in shapes and site.value.shape == shapes[site.weight]:
+                    found[site.weight].append(site.value)
+        return found
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode) or tree.is_leaf(x)

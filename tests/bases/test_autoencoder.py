@@ -7,7 +7,6 @@ import pytest
 
 from lowrank_optax._bases import autoencoder
 from lowrank_optax._plan.view import make_view
-from tests.helpers.assertions import assert_orthonormal
 from tests.helpers.data import normal
 
 VIEW = make_view((6, 10), 0, 1)
@@ -100,20 +99,6 @@ def test_the_other_side_and_batches_are_the_same_matrix_by_matrix():
         np.testing.assert_allclose(got[i], one, atol=1e-5)
     # An expert that saw no token learns nothing.
     np.testing.assert_array_equal(got[1], bases[1])
-
-
-def test_normalizations():
-    stretched = jnp.stack([orthonormal(i, 6, 2) for i in range(3)]) @ jnp.asarray(
-        [[2.0, 1.0], [0.0, 1e-3]]
-    )
-    fill = normal(9, (3, 6, 2))
-    assert_orthonormal(np.asarray(autoencoder.normalized("qr", stretched, fill, 1)))
-    columns = np.asarray(autoencoder.normalized("columns", stretched, fill, 1))
-    np.testing.assert_allclose(np.linalg.norm(columns, axis=1), 1, rtol=1e-5)
-    # Unit columns do not preserve norms: only orthonormal ones do.
-    assert np.abs(np.swapaxes(columns, 1, 2) @ columns - np.eye(2)).max() > 0.9
-    np.testing.assert_array_equal(autoencoder.normalized("none", stretched, fill, 1), stretched)
-    assert not np.any(autoencoder.normalized("columns", jnp.zeros((6, 2)), fill[0], 0))
 
 
 def test_matrix_norms_neither_overflow_nor_vanish():

@@ -38,7 +38,7 @@ def refreshed_at(states):
 def test_the_interval_grows_while_the_subspace_stays():
     tracker = lro.refresh_basis(every=EVERY, targets=TARGETS, method="svd")
     states = track(tracker, PARAMS, gradients(40))
-    names = [states.plan.leaves[i].path for i in states.plan.targets]
+    names = [projection.path for projection in states.plan.projections]
     at = dict(zip(names, refreshed_at(states), strict=True))
     # 2 after the first, then 4 and 8, which is the limit.
     assert at["still"] == [0, 2, 6, 14, 22, 30, 38]

@@ -103,7 +103,7 @@ def assert_low_rank(result, state):
     tracker, adam = state.tracker_state, state.inner_state[0]
     bases = flat(tracker.reduction_basis) | flat(tracker.output_basis)
     moves = moved(result)
-    targets = [leaf for leaf in tracker.plan.leaves if leaf.is_low_rank]
+    targets = tracker.plan.projections
     assert [leaf.path.split("/")[-2] for leaf in targets] == [
         *(f"{name}_proj" for name in ("k", "o", "q", "v")),
         *(f"{name}_proj" for name in ("down", "gate", "up")),
@@ -203,7 +203,7 @@ def test_matrices_of_every_family_are_found(family):
     params = nnx.state(model, nnx.Param)
     plan = lro.galore_adamw(1e-2, rank=8).init(params).tracker_state.plan
     leaves = {leaf.path: leaf for leaf in plan.leaves}
-    found = {path: leaf for path, leaf in leaves.items() if leaf.is_low_rank}
+    found = {path: leaf for path, leaf in leaves.items() if leaf.sides}
     checked = set()
     for path, module in nnx.iter_graph(model):
         path = "/".join(map(str, path))

@@ -41,7 +41,7 @@ class Problem:
         self.plan = state.plan
         self.old = [
             lro.Bases(*(None if b is None else self._basis(i, b.shape) for b in bases))
-            for i, bases in enumerate(self.plan.bases(state.reduction_basis, state.output_basis))
+            for i, bases in enumerate(state.encoders())
         ]
         self.new = [
             lro.Bases(*(None if b is None else self._next(new, i, b) for b in bases))
@@ -49,7 +49,8 @@ class Problem:
         ]
         flags = refreshed if isinstance(refreshed, list) else [refreshed] * len(NAMES)
         self.refreshed = dict(zip(sorted(NAMES), flags, strict=True))
-        self.cores = {leaf.path: jnp.zeros(leaf.core_shape) for leaf in self.plan.leaves}
+        shapes = {p.path: p.core_shape for p in self.plan.projections}
+        self.cores = {path: jnp.zeros(shapes.get(path, x.shape)) for path, x in params.items()}
 
     def _basis(self, seed, shape):
         if len(shape) == 3 and shape[0] == 3:  # the scanned layout: each matrix has its own
@@ -67,16 +68,16 @@ class Problem:
 
     def change(self):
         return _moments.Change(
-            self.plan,
+            self.plan.projections,
             self.new,
-            self.old,
-            jnp.asarray([self.refreshed[self.plan.leaves[i].path] for i in self.plan.targets]),
+            lambda: self.old,
+            jnp.asarray([self.refreshed[p.path] for p in self.plan.projections]),
         )
 
     def rotations(self, name):
         """R of both sides as ``(batch, r, r)`` in float64; None where a side has no basis."""
-        number = [self.plan.leaves[i].path for i in self.plan.targets].index(name)
-        batch = int(np.prod(self.plan.leaves[self.plan.targets[number]].view.batch_shape))
+        (projection,) = (p for p in self.plan.projections if p.path == name)
+        number, batch = projection.number, int(np.prod(projection.view.batch_shape))
         result = []
         for new, old in zip(self.new[number], self.old[number], strict=True):
             if new is None:
@@ -184,11 +185,11 @@ def test_another_basis_of_the_same_subspace_keeps_the_momentum():
     inner = relaxed(optax.scale_by_adam(B1, B2))
     state = problem.warm(inner)
     after = problem.carry(inner, state)
-    numbers = {problem.plan.leaves[i].path: k for k, i in enumerate(problem.plan.targets)}
+    projections = {p.path: p for p in problem.plan.projections}
     for name in NAMES:
-        view = problem.plan.leaves[problem.plan.targets[numbers[name]]].view
-        before = view.lift(state.mu[name], problem.old[numbers[name]])
-        now = view.lift(after.mu[name], problem.new[numbers[name]])
+        view, number = projections[name].view, projections[name].number
+        before = view.lift(state.mu[name], problem.old[number])
+        now = view.lift(after.mu[name], problem.new[number])
         np.testing.assert_allclose(now, before, atol=1e-5)
         assert not np.allclose(after.mu[name], state.mu[name], atol=1e-2)
 

@@ -166,7 +166,7 @@ def test_an_unmodified_flax_model():
     found = capture(loss_fn, params, data[1:], rank=3)
     gradients = tree.by_path(jax.grad(loss_fn)(params, data[0]))
     start = lro.refresh_basis(3, method="random").init(params)
-    leaves = [start.plan.leaves[index] for index in start.plan.targets]
+    leaves = start.plan.projections
     assert sorted(found) == sorted(leaf.path for leaf in leaves)
     assert len(found) == 6
     captured, by_chance = [], []

@@ -34,8 +34,8 @@ def normal(seed, *shape, dtype=jnp.float32):
 def stored_bases(state):
     """The bases of a state as the ``bases`` argument, with no refresh."""
     tracker = state.tracker_state
-    bases = tracker.plan.bases(tracker.reduction_basis, tracker.output_basis)
-    paths = [tracker.plan.leaves[i].path for i in tracker.plan.targets]
+    bases = tracker.encoders()
+    paths = [projection.path for projection in tracker.plan.projections]
     keep = dict.fromkeys(paths, jnp.zeros([], bool))
     return lro.CompactBases(dict(zip(paths, bases, strict=True)), keep)
 
@@ -44,7 +44,7 @@ def project(state, grads):
     """The cores of full gradients by path."""
     plan, bases = state.tracker_state.plan, stored_bases(state).bases
     full = tree.by_path(grads)
-    leaves = {plan.leaves[i].path: plan.leaves[i] for i in plan.targets}
+    leaves = {projection.path: projection for projection in plan.projections}
     return {path: leaves[path].view.project(full[path], bases[path]) for path in bases}
 
 
@@ -54,7 +54,7 @@ def assert_cores_match(
     """Cores equal PᵀG, other leaves' gradients and the value are those of jax.value_and_grad."""
     tracker = lro.refresh_basis(RANK, targets=targets, side=side, method="random")
     state = lro.galore_project(optax.sgd(1.0), tracker).init(params)
-    assert state.tracker_state.plan.targets
+    assert state.tracker_state.plan.projections
     value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, *args)
 
     @jax.jit
@@ -485,10 +485,9 @@ def test_directional_derivatives_are_finite_differences():
         bases = stored_bases(state)
         _, grads, _ = grad_fn(params, x, opt_state=state, bases=bases)
         plan = state.tracker_state.plan
-        for index in plan.targets:
-            leaf = plan.leaves[index]
+        for leaf in plan.projections:
             core = tree.by_path(grads)[leaf.path].core
-            direction = normal(index, *core.shape).astype(jnp.float64)
+            direction = normal(leaf.index, *core.shape).astype(jnp.float64)
             step = 1e-6 * leaf.view.lift(direction, bases.bases[leaf.path])
             moved = [
                 two_layer_loss(tree.with_leaves(params, {leaf.path: w}), x)

@@ -36,7 +36,7 @@ def test_the_default_is_galore_project_with_learned_bases():
     params = {"w": jnp.zeros((40, 64))}
     state = lro.logra_sketch().init(params).tracker_state
     assert state.reduction_basis["w"].shape == (40, 32)
-    assert state.plan.method == "learn_qr"
+    assert state.plan.tracking.needs_gradient == "learn_basis"
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -97,16 +97,15 @@ def test_the_sigmoid_moves_weights_without_a_gradient():
             assert np.linalg.norm(half) == pytest.approx(0.5 * np.sqrt(2 * 10), rel=1e-5)
 
 
-@pytest.mark.parametrize("normalize", ["qr", "columns", "none"])
-def test_untied_momentum_is_carried_and_lifted_by_the_decoder(normalize):
-    basis = lro.learn_basis(**LEARNED, tied=False, normalize=normalize)
+def test_untied_momentum_is_carried_and_lifted_by_the_decoder():
+    basis = lro.learn_basis(**LEARNED, tied=False)
     tx = lro.logra_sketch(optax.sgd(0.1, momentum=0.9), basis, scale=2.0)
     updates, states = updates_of(tx)
     momentum = np.zeros((2, 10))
     for t in range(4):
         (old, _), (v, u) = matrices(at(states, t)), matrices(at(states, t + 1))
         # What the old core says about the gradient, seen by the new encoder.
-        momentum = v.T @ old @ np.linalg.inv(old.T @ old) @ momentum
+        momentum = v.T @ old @ momentum
         momentum = 0.9 * momentum + v.T @ np.asarray(GRADIENTS["w"][t], np.float64)
         np.testing.assert_allclose(updates["w"][t], -0.2 * u @ momentum, atol=1e-4)
 
@@ -218,10 +217,6 @@ def test_clipping_the_core_is_clipping_the_lifted_update():
     for path in params:
         np.testing.assert_allclose(inside[path], behind[path], rtol=1e-4, atol=1e-6)
     assert float(optax.tree.norm(at(inside, 0))) == pytest.approx(0.5, rel=1e-4)
-    # Unit columns alone do not keep the norm.
-    skewed = lro.learn_basis(**LEARNED, tied=False, normalize="columns")
-    loose, _ = updates_of(lro.logra_sketch(clip, skewed), gradients, params)
-    assert abs(float(optax.tree.norm(at(loose, 2))) - 0.5) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,9 @@ def test_the_table_is_what_an_optimizer_takes():
     table = probe.targets(cap=0.75)
     params = model_gradients(7)
     plan = lro.refresh_basis(targets=table).init(params).plan
-    ranks = {leaf.path: leaf.rank for leaf in plan.leaves if leaf.is_low_rank}
+    ranks = {leaf.path: leaf.rank for leaf in plan.projections}
     assert ranks == {path: min(rank, 6) for path, rank in probe.ranks.items()}
-    views = {leaf.path: (leaf.view, leaf.sides) for leaf in plan.leaves if leaf.is_low_rank}
+    views = {leaf.path: (leaf.view, leaf.sides) for leaf in plan.projections}
     assert views == {path: (f.leaf.view, f.leaf.sides) for path, f in probe.leaves.items()}
     # One entry a path, which matches no other.
     table = lro.rank_probe([{"a.b": normal(0, (4, 6)), "axb": normal(1, (4, 6))}]).targets(cap=2)

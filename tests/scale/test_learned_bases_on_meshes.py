@@ -29,7 +29,7 @@ STEPS = 4
 def optimizer(tied):
     return lro.logra_sketch(
         relaxed(optax.adamw(0.05, eps=1e-3, weight_decay=0.1)),
-        lro.learn_basis(targets=TARGETS, tied=tied, normalize="qr" if tied else "columns"),
+        lro.learn_basis(targets=TARGETS, tied=tied),
         nonlinearity="soft_clip" if tied else "wiener",
         metrics=True,
     )

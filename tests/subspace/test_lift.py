@@ -18,16 +18,15 @@ def test_subspace_lift_against_numpy(side):
     state = lro.refresh_basis(targets=targets).init(params)
     plan, chosen = state.plan, lro.subspace_lift()
     inputs, cores = [], {}
-    bases = plan.bases(state.reduction_basis, state.output_basis)
-    for number, (index, basis) in enumerate(zip(plan.targets, bases, strict=True)):
-        leaf = plan.leaves[index]
+    bases = state.encoders()
+    for number, (leaf, basis) in enumerate(zip(plan.projections, bases, strict=True)):
         update = normal(number, leaf.core_shape)
         cores[leaf.path] = np.asarray(update, np.float64)
         inputs.append(lro.LiftInput(leaf.view, basis, update, update, None))
     lifted, lift_state = chosen.update(inputs, chosen.init(plan))
     assert jax.tree.leaves(lift_state) == []
-    for index, got in zip(plan.targets, lifted, strict=True):
-        path = plan.leaves[index].path
+    for projection, got in zip(plan.projections, lifted, strict=True):
+        path = projection.path
         p, q = basis_matrices(state, path)
         matrix, back = as_matrix(params[path], targets[path], got.shape)
         left = 2 if p is not None else matrix.shape[1]

@@ -98,7 +98,7 @@ def test_optax_contrib_galore_scanned_stacks_and_stacked_norms():
         "embed": {"embedding": jnp.ones((50, 8))},
     }
     state = lro.refresh_basis(2).init(params)
-    projected = [state.plan.leaves[i].path for i in state.plan.targets]
+    projected = [projection.path for projection in state.plan.projections]
     assert projected == ["layers/mlp/down/kernel", "layers/mlp/up/kernel"]
     assert state.reduction_basis["layers"]["mlp"]["up"]["kernel"].shape == (3, 8, 2)
 
