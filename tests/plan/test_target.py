@@ -111,7 +111,7 @@ def test_rank_is_a_share_of_the_smaller_side_and_clamped(rank, columns):
         (leaf,) = [leaf for leaf in plan.leaves if leaf.is_target]
         # At the full rank there is no basis to store.
         assert leaf.rank == (0 if columns == 16 else columns)
-        assert leaf.sides is (columns < 16)
+        assert bool(leaf.sides) is (columns < 16)
 
 
 # Targets ---------------------------------------------------------------------------------------
