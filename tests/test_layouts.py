@@ -684,6 +684,13 @@ def test_embeddings(path):
         "params/output/kernel",
         "classifier/dense/kernel",
         "to_logits/w",
+        "params/logitdense/kernel",
+        "readout/kernel",
+        "mlm_head/dense/kernel",
+        "cls_head/kernel",
+        "qa_outputs/kernel",
+        "score/kernel",
+        "head/dense/kernel",
     ],
 )
 def test_heads(path):
@@ -739,6 +746,58 @@ def test_hidden_layers_as_wide_as_the_vocabulary_are_no_heads():
     shapes = {"embed/embedding": (256, 64), "mlp/up/kernel": (64, 256), "mlp/out/kernel": (256, 64)}
     found = read(shapes)
     assert found["mlp/up/kernel"] == PLAIN
+    assert found["mlp/out/kernel"] == PLAIN
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "layers_0/attention/output/kernel",
+        "layers_0/attention/o_proj/kernel",
+        "attention/out/kernel",
+        "blocks/0/mlp/fc_out/weight",
+        "layers_0/attention/score/kernel",
+        "self_attn/score/kernel",
+        "head/query/kernel",
+        "head/blocks/0/mlp/up/kernel",
+    ],
+)
+@pytest.mark.parametrize("shape", [(D, D), (D, V), (V, D)])
+def test_names_of_heads_inside_of_blocks_are_no_heads(path, shape):
+    assert "head" not in read({"embed/embedding": (V, D), path: shape}).values()
+
+
+def test_score_beside_a_query_is_no_head():
+    shapes = {"mixer/query/kernel": (D, D), "mixer/score/kernel": (D, D)}
+    assert read(shapes)["mixer/score/kernel"] == PLAIN
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "wpe/embedding",
+        "pos_embed/embedding",
+        "embed_positions/embedding",
+        "position/embedding",
+        "token_type_embeddings/embedding",
+        "segment_embed/embedding",
+        "time_embed/embedding",
+        "relative_attention_bias/embedding",
+    ],
+)
+def test_tables_that_are_no_vocabularies(path):
+    shapes = {path: (V, D), "fc_out/kernel": (D, V)}
+    assert read(shapes) == {path: "embedding", "fc_out/kernel": PLAIN}
+    assert read({"wte/embedding": (V, D), "fc_out/kernel": (D, V)})["fc_out/kernel"] == "head"
+
+
+def test_vectors_with_names_of_tables_are_part_of_a_stack():
+    shapes = {
+        "body/embed_norm/scale": (L, D),
+        "body/pos_bias": (L, D),
+        "body/up/kernel": (L, D, F),
+    }
+    assert read(shapes)["body/up/kernel"] == PLAIN_1
 
 
 @pytest.mark.parametrize(
