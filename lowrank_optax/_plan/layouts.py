@@ -6,6 +6,7 @@ kernels, ``nn.scan`` and NNX stacks, experts. What it does not know it says: a l
 be read in two ways is :attr:`Kind.UNKNOWN`.
 """
 
+import collections
 import enum
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -281,6 +282,42 @@ def _layout(
     return Layout(Kind.UNKNOWN if view is None else kind, view)
 
 
+def _unnamed_head(
+    leaves: Sequence[_Leaf], found: Sequence[Layout], vocabularies: set[int]
+) -> int | None:
+    """The number of the leaf that its place and its size alone make the head, or None.
+
+    In a list of layers, or where Flax makes up the names, the head is called ``layers/7`` or
+    ``Dense_3``. It is taken for one if
+
+    - no other leaf is a head,
+    - it is a plain matrix outside of blocks, the last of the layers counted with it,
+    - it has as many outputs as an embedding has entries, and
+    - no other matrix has an axis of that length, and no embedding that width. Otherwise it may
+      be a hidden layer that happens to be as wide, as in models of bytes.
+    """
+    if any(layout.kind is Kind.HEAD for layout in found):
+        return None
+    leaf_layouts = list(zip(leaves, found, strict=True))
+    lengths: collections.Counter[int] = collections.Counter()
+    for leaf, layout in leaf_layouts:
+        if layout.kind in (Kind.MATRIX, Kind.UNKNOWN):
+            lengths.update(leaf.shape)
+        elif layout.kind is Kind.EMBEDDING:
+            lengths.update(leaf.shape[-1:])
+    heads = [
+        number
+        for number, (leaf, layout) in enumerate(leaf_layouts)
+        if layout.kind is Kind.MATRIX
+        and len(leaf.axes) == 2
+        and (outputs := leaf.matrix().columns) in vocabularies
+        and lengths[outputs] == 1
+        and not leaf.in_block
+        and names.is_unnamed_last(leaf.layer, [other.layer for other in leaves])
+    ]
+    return heads[0] if len(heads) == 1 else None
+
+
 def layouts(paths: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Layout]:
     """The layout of every leaf of a params tree."""
     leaves = [
@@ -300,7 +337,11 @@ def layouts(paths: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Lay
         and not names.NO_VOCABULARY.search(leaf.name)
         and _kind(leaf, [], set()) is Kind.EMBEDDING
     }
-    return [
+    found = [
         _layout(leaf, siblings[leaf.parent], arrays[leaf.parts[:-1]], vocabularies)
         for leaf in leaves
     ]
+    head = _unnamed_head(leaves, found, vocabularies)
+    if head is not None:
+        found[head] = Layout(Kind.HEAD, _head_view(leaves[head], vocabularies))
+    return found

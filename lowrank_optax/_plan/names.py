@@ -38,6 +38,8 @@ SCORE = re.compile(r"(?i)^score$")
 # Names that other layers have too: a head at the top of the tree, or by the vocabulary's size.
 HEAD_AT_TOP = re.compile(r"(?i)^(output(_layer)?|predictions?)$")
 HEAD_BY_SIZE = re.compile(r"(?i)^(out(put)?(_(layer|proj))?|decoder|predictions?|fc_out)$")
+# Names that say nothing, such as a counter: a head by the vocabulary's size, and as the last.
+UNNAMED = re.compile(r"(?i)^((?:dense|linear|fc|layers?)?_?)(\d*)$")
 
 # What may be around the top of the tree.
 TOP = re.compile(r"(?i)^(params|model|module|transformer|decoder)$")
@@ -110,3 +112,15 @@ def is_output_at_top(parts: Sequence[str]) -> bool:
     """Whether a path names the output of a whole model, unless that is a bare attention."""
     *around, name = layer_of(parts)
     return bool(HEAD_AT_TOP.match(name)) and all(TOP.match(part) for part in around)
+
+
+def is_unnamed_last(layer: Sequence[str], layers: Sequence[Sequence[str]]) -> bool:
+    """Whether a layer's name says nothing and it is the last of those counted with it."""
+    *around, name = layer
+    own = UNNAMED.match(name)
+    if own is None:
+        return False
+    depth = len(around)
+    beside = {o[depth] for o in layers if len(o) > depth and list(o[:depth]) == around}
+    found = [match for match in map(UNNAMED.match, beside) if match and match[1] == own[1]]
+    return int(own[2] or 0) == max(int(match[2] or 0) for match in found)
