@@ -2,40 +2,32 @@
 
 Each function returns a list of ``(regex, rank)`` rules for ``targets=``; the first match
 decides. Put your own rules in front: ``targets=[("mlp/down", 64), *lro.targets.finetune()]``.
+What the default rule (``targets=None``) takes for a head, an embedding, a norm or a bias is that
+to every preset, by its name or by its shape.
 """
 
-import re
-
 from lowrank_optax._checks import Rank
-from lowrank_optax._plan.target import ByDefault, OptionalPattern, TargetLike
+from lowrank_optax._plan import names
+from lowrank_optax._plan.target import ByDefault, OfKind, OptionalPattern, TargetLike
 
 Rules = list[tuple[str, TargetLike]]
 
-_NORM = OptionalPattern(r"(?i)(norm|(^|/)ln(_?\w)?)(\d|/|$|_)")
-_HEAD = OptionalPattern(
-    r"(?i)(^|/)(lm_?head\w*|head|unembed\w*|embed_out|to_logits|logits(_\w+)?|classifier)(/|$)"
-    r"|^(params/)?(output|predictions)/"
-)
-_EMBEDDING = OptionalPattern(
-    r"(?i)embed|(^|[/_])emb(s|\d*)(_|/|$)|(^|/)w[tp]e(/|$)|vocab|(^|/)pos_"
-)
-_ATTENTION = OptionalPattern(r"(?i)attn|attention|(^|[/_])mha|multi_?head")
-_MLP = OptionalPattern(
-    r"(?i)(^|[/_])(mlp|feed_?forward|moe|expert)"
-    r"|(^|/)(ffn?\d?|(gate|up|down)(_proj)?|wi(_\d)?|w[123]|fc_?\w*|intermediate)(/|$)"
-    r"|/output/dense/"
-)
-# Names that say little; an MLP may have a wo, too.
-_ATTENTION_NAMES = OptionalPattern(
-    r"(?i)(^|/)(w?_?(q|k|v|o|qkv|kv)(_proj|_einsum)?|query|key|value|out|attn_vec_einsum)(/|$)"
-)
+_VECTOR, _HEAD, _EMBEDDING = OfKind("vector"), OfKind("head"), OfKind("embedding")
+_ATTENTION = OptionalPattern(names.ATTENTION.pattern)
+_MLP = OptionalPattern(names.MLP.pattern)
+_ATTENTION_BY_DEFAULT = OptionalPattern(names.ATTENTION_BY_DEFAULT.pattern)
 
 CLASSES = ("attention", "mlp", "embedding", "head", "other")
 """What :func:`leaf_class` tells apart."""
 
 
 def leaf_class(path: str) -> str:
-    """What kind of weight a path names, as the presets read it.
+    """What kind of weight a path names, as far as a path says it.
+
+    Presets and the default rule know the same names and also see shapes: to them a ``fc_out``
+    outside of blocks, or a last layer ``layers/7``, is a head if it is as long as the
+    vocabulary. A norm, and what has no known name, is ``"other"``; a bias is of the class of
+    its layer.
 
     Args:
         path: a leaf's path, ``decoder/layers/q/kernel``.
@@ -48,15 +40,19 @@ def leaf_class(path: str) -> str:
         >>> lro.targets.leaf_class("layers/self_attn/q_proj/kernel")
         'attention'
     """
+    parts = path.split("/")
+    if names.is_norm(parts):
+        return "other"
+    if names.is_head(parts) or names.is_output_at_top(parts):
+        return "head"
+    if names.is_embedding(parts):
+        return "embedding"
     for name, pattern in (
-        ("other", _NORM),
-        ("head", _HEAD),
-        ("embedding", _EMBEDDING),
-        ("attention", _ATTENTION),
-        ("mlp", _MLP),
-        ("attention", _ATTENTION_NAMES),
+        ("attention", names.ATTENTION),
+        ("mlp", names.MLP),
+        ("attention", names.ATTENTION_BY_DEFAULT),
     ):
-        if re.search(pattern, path):
+        if pattern.search(path):
             return name
     return "other"
 
@@ -89,12 +85,12 @@ def finetune(attention: Rank = 16, mlp: Rank = 32) -> Rules:
         >>> tracker = lro.refresh_basis(targets=lro.targets.finetune(attention=8))
     """
     return [
-        (_NORM, None),
+        (_VECTOR, None),
         (_HEAD, None),
         (_EMBEDDING, None),
         (_ATTENTION, attention),
         (_MLP, mlp),
-        (_ATTENTION_NAMES, attention),
+        (_ATTENTION_BY_DEFAULT, attention),
     ]
 
 
@@ -126,10 +122,10 @@ def logra(embedding: Rank = 128, attention: Rank = 64, mlp: Rank = 32, head: Ran
         Rules; norms and biases are trained full-rank.
     """
     return [
-        (_NORM, None),
+        (_VECTOR, None),
         (_HEAD, head),
         (_EMBEDDING, embedding),
         (_ATTENTION, attention),
         (_MLP, mlp),
-        (_ATTENTION_NAMES, attention),
+        (_ATTENTION_BY_DEFAULT, attention),
     ]

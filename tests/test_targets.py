@@ -1,5 +1,8 @@
 """Presets, on the names and shapes of real models."""
 
+import copy
+import functools
+import pickle
 import warnings
 
 import flax.linen as nn
@@ -8,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import lowrank_optax as lro
+from lowrank_optax._plan.layouts import Kind, layouts
 from lowrank_optax._plan.make_plan import make_plan
 
 D, F, V, H, K, L = 512, 1024, 4096, 8, 64, 3
@@ -219,3 +223,199 @@ def test_a_preset_that_fits_nothing_is_an_error(preset):
 def test_presets_check_their_ranks(preset):
     with pytest.raises(ValueError, match=r"rank=-0\.5"):
         make_plan({"mlp": {"kernel": jnp.zeros((16, 16))}}, preset(-0.5), 1, "smaller")
+
+
+# One vocabulary for the default rule and the presets ------------------------------------------
+
+PRESETS = (lro.targets.finetune, lro.targets.pretrain, lro.targets.logra)
+SMALL = {
+    "embed/embedding": (V, D),
+    "layers_0/attn/query/kernel": (D, D),
+    "layers_0/attn/out/kernel": (D, D),
+    "layers_0/norm/scale": (D,),
+    "layers_0/mlp/fc_in/kernel": (D, F),
+    "layers_0/mlp/fc_out/kernel": (F, D),
+    "layers_1/attn/query/kernel": (D, D),
+    "layers_1/mlp/up/kernel": (D, F),
+}
+NAMED_HEADS = (
+    "score",
+    "mlm_head",
+    "cls_head",
+    "qa_outputs",
+    "readout",
+    "logitdense",
+    "logits_dense",
+    "lm_head",
+    "head",
+    "unembed",
+    "embed_out",
+    "to_logits",
+    "classifier",
+    "output",
+    "predictions",
+    "classifier/dense",
+    "mlm_head/dense",
+    "head/fc",
+)
+HEADS_BY_SIZE = (
+    "fc_out",
+    "out_proj",
+    "decoder",
+    "cls/predictions/decoder",
+    "layers_7",
+    "layers/7",
+    "Dense_0",
+    "linear",
+)
+
+
+def kinds(shapes):
+    found = layouts(list(shapes), list(shapes.values()))
+    return {path: layout.kind for path, layout in zip(shapes, found, strict=True)}
+
+
+@functools.cache
+def small_ranks(preset):
+    found = ranks(preset and preset(), nested(SMALL), 8)
+    assert "layers_0/attn/query/kernel" in found
+    return found
+
+
+def check_agreement(path, shape, kind, rank, sides):
+    """A leaf in a small model is of one kind to all, and changes nothing about the others."""
+    shapes = {**SMALL, path: shape}
+    assert kinds(shapes) == {**kinds(SMALL), path: kind}
+    params = nested(shapes)
+    assert ranks(None, params, 8) == ranks(lro.targets.default(), params, 8) == small_ranks(None)
+    for preset in PRESETS[:2]:
+        assert ranks(preset(), params, 8) == small_ranks(preset)
+    found = ranks(lro.targets.logra(), params, 8)
+    assert found.pop(path, None) == (rank and (rank, sides))
+    assert found == small_ranks(lro.targets.logra)
+
+
+@pytest.mark.parametrize("name", [*NAMED_HEADS, *HEADS_BY_SIZE])
+@pytest.mark.parametrize(
+    ("prefix", "array", "shape"), [("", "kernel", (D, V)), ("params/", "weight", (V, D))]
+)
+def test_heads_are_heads_to_all(prefix, name, array, shape):
+    check_agreement(f"{prefix}{name}/{array}", shape, Kind.HEAD, 256, ("reduction",))
+
+
+@pytest.mark.parametrize("name", NAMED_HEADS)
+def test_heads_by_their_path(name):
+    assert lro.targets.leaf_class(f"{name}/kernel") == HEAD
+    assert lro.targets.leaf_class(f"params/{name}/weight") == HEAD
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tok_emb/weight",
+        "wte/embedding",
+        "wpe/embedding",
+        "vocab/embedding",
+        "tokens/embedding",
+        "pos/embedding",
+        "abs_pos",
+        "position",
+        "positional_encoding",
+        "relative_attention_bias_embed/embedding",
+        "embeddings/word_embeddings/embedding",
+    ],
+)
+def test_embeddings_are_embeddings_to_all(path):
+    check_agreement(path, (V + 1, D), Kind.EMBEDDING, 128, ("output",))
+    assert lro.targets.leaf_class(path) == EMBEDDING
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "norm",
+        "norm1",
+        "prenorm_2",
+        "ln_f",
+        "ln1",
+        "lnf",
+        "q_ln",
+        "RMSNorm_0",
+        "input_layernorm",
+        "LayerNorm_3",
+        "attn/q_norm",
+        "mlp/norm",
+        "lm_head/layer_norm",
+        "embeddings/LayerNorm",
+    ],
+)
+def test_norms_are_norms_to_all(name):
+    # A stack's scales look like a matrix.
+    check_agreement(f"{name}/weight", (L * 64, D), Kind.VECTOR, None, None)
+    assert lro.targets.leaf_class(f"{name}/weight") == "other"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("layers_1/attention/output/kernel", ATTENTION),
+        ("layers_1/attention/o_proj/kernel", ATTENTION),
+        ("layers_1/attention/score/kernel", ATTENTION),
+        ("layers_1/out/kernel", ATTENTION),
+        ("layers_1/mlp/fc_out/kernel", MLP),
+        ("layers_1/mlp/decoder/kernel", MLP),
+        ("layers_1/output/dense/kernel", MLP),
+        ("head/query/kernel", ATTENTION),
+        ("head/blocks/0/mlp/up/kernel", MLP),
+        ("embedding_net/fc/kernel", MLP),
+        ("norm_net/mlp/fc/kernel", MLP),
+    ],
+)
+def test_names_of_heads_embeddings_and_norms_around_linear_layers(path, kind):
+    shapes = {**SMALL, path: (D, D)}
+    assert kinds(shapes)[path] is Kind.MATRIX
+    assert lro.targets.leaf_class(path) == kind
+    params = nested(shapes)
+    assert ranks(None, params, 8)[path][0] == 8
+    assert ranks(lro.targets.default(), params, 8)[path][0] == 8
+    for preset, wanted in zip(
+        PRESETS,
+        ({ATTENTION: 16, MLP: 32}, {ATTENTION: D // 4, MLP: D // 4}, {ATTENTION: 64, MLP: 32}),
+        strict=True,
+    ):
+        assert ranks(preset(), params)[path][0] == wanted[kind]
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_what_a_path_says_is_what_the_default_rule_sees(model):
+    found = kinds({path: shape for path, (shape, _) in model.items()})
+    for path, kind in found.items():
+        by_path = lro.targets.leaf_class(path)
+        assert (by_path == HEAD) == (kind is Kind.HEAD), path
+        assert (by_path == EMBEDDING) == (kind is Kind.EMBEDDING), path
+
+
+def test_own_rules_stand_in_front_of_heads_without_a_name():
+    params = nested({**SMALL, "layers_7/kernel": (D, V)})
+    rules = [("layers_7", 8), *lro.targets.finetune()]
+    assert ranks(rules, params)["layers_7/kernel"] == (8, ("reduction",))
+
+
+def test_rank_probe_sees_the_kinds_of_a_preset():
+    shapes = {"embed/embedding": (48, 16), "mlp/kernel": (16, 24), "layers_7/kernel": (16, 48)}
+    grads = {p: jax.random.normal(jax.random.key(0), shape) for p, shape in shapes.items()}
+    probe = lro.rank_probe([grads], targets=lro.targets.logra())
+    sides = {path: found.leaf.sides for path, found in probe.leaves.items()}
+    assert sides == {
+        "embed/embedding": ("output",),
+        "mlp/kernel": ("reduction",),
+        "layers_7/kernel": ("reduction",),
+    }
+    assert set(lro.rank_probe([grads], targets=lro.targets.finetune()).leaves) == {"mlp/kernel"}
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_presets_can_be_copied(duplicate):
+    params = nested({**SMALL, "layers_7/kernel": (D, V)})
+    rules = lro.targets.logra()
+    assert ranks(duplicate(rules), params) == ranks(rules, params)

@@ -6,11 +6,12 @@ kernels, ``nn.scan`` and NNX stacks, experts. What it does not know it says: a l
 be read in two ways is :attr:`Kind.UNKNOWN`.
 """
 
+import collections
 import enum
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lowrank_optax._plan import names
 from lowrank_optax._plan.view import View, make_view
 
 
@@ -31,47 +32,6 @@ class Layout(NamedTuple):
     view: View | None
 
 
-# A bias, or any second matrix of a small program.
-_BIAS = re.compile(r"^b\d*$")
-_VECTOR = re.compile(r"^(bias|scale|gamma|beta|offset|b_\w+|\w+_(bias|scale))$")
-_NORM = re.compile(r"(^|_)(rms|layer|group|batch|q|k)?_?(norm|ln)(\d|_|$)|norm$|^ln\w?$", re.I)
-# Norms of queries and keys: their scales may have a heads axis that is no stack.
-_HEAD_NORM = re.compile(r"(^|_)(q|k|query|key)_?(norm|ln)", re.I)
-_EMBEDDING = re.compile(r"embed|(^|_)emb(s|\d*)(_|$)|^w[tp]e$|vocab|^tok(en)?s?$", re.I)
-_POSITION = re.compile(r"^(abs_|rel_|relative_)?pos(ition(s|al)?)?(_|$)", re.I)
-_HEAD = re.compile(
-    r"^(lm_?head\w*|unembed\w*|embed_out|to_logits|logits(_\w+)?|classifier|readout)$", re.I
-)
-_HEAD_LAYER = re.compile(r"^(head|mlm_head|cls_head|qa_outputs|score)$", re.I)
-# Names that other layers have too: a head at the top of the tree, or by the vocabulary's size.
-_HEAD_AT_TOP = re.compile(r"^(output(_layer)?|predictions?)$", re.I)
-_HEAD_BY_SIZE = re.compile(r"^(out(put)?(_(layer|proj))?|decoder|predictions?|fc_out)$", re.I)
-_TOP = re.compile(r"^(params|model|module|transformer|decoder)$", re.I)
-_BLOCK = re.compile(r"\d$|attn|attention", re.I)
-_CONTAINER = re.compile(r"^(\w*layers|\w*blocks|stack|stacked|scan\w*|repeat(ed)?|h)$", re.I)
-_ATTENTION = re.compile(r"attn|attention|(^|_)mha(_|$)", re.I)
-_EXPERTS = re.compile(r"expert|moe|mixture", re.I)
-_ROUTER = re.compile(r"^(router|gate)$", re.I)
-_CONVOLUTION = re.compile(r"conv", re.I)
-_ATTENTION_IN = re.compile(
-    r"^(w?_?(q|k|v|qkv|kv)(_[ab])?(_proj)?|query|key|value|to_[qkv]+)$", re.I
-)
-_ATTENTION_OUT = re.compile(r"^(w?o|out|o_proj|out_proj|output|to_out)$", re.I)
-# Names of the array itself; the layer's name is the component before.
-_ARRAY = re.compile(r"^(kernel|w|weights?|embeddings?)$", re.I)
-# Arrays that PyTorch's convention stores as (output, input): Equinox.
-_OUTPUT_FIRST = re.compile(r"^weight(_\w+)?$")
-
-# Einsum layers of Gemma and its kin: (reduction axes, output axes) after any stacking axis.
-_EINSUM = {
-    "q_einsum": ((1,), (0, 2)),  # (heads, d, head_dim)
-    "kv_einsum": ((2,), (0, 1, 3)),  # (2, heads, d, head_dim)
-    "qkv_einsum": ((2,), (0, 1, 3)),
-    "attn_vec_einsum": ((0, 1), (2,)),  # (heads, head_dim, d)
-    "gating_einsum": ((1,), (2,)),  # (2, d, f): two matrices, in either order of d and f
-}
-
-
 def _drop(sizes: tuple[int, ...], position: int) -> tuple[int, ...]:
     return sizes[:position] + sizes[position + 1 :]
 
@@ -88,8 +48,7 @@ class _Leaf(NamedTuple):
     @property
     def layer(self) -> tuple[str, ...]:
         """The path of the layer that owns the array."""
-        own = len(self.parts) > 1 and _ARRAY.match(self.parts[-1])
-        return self.parts[:-1] if own else self.parts
+        return names.layer_of(self.parts)
 
     @property
     def name(self) -> str:
@@ -101,18 +60,24 @@ class _Leaf(NamedTuple):
 
     @property
     def is_norm(self) -> bool:
-        return self.parts[-1] != "kernel" and any(_NORM.search(part) for part in self.parts[-2:])
+        return names.is_norm(self.parts)
 
     @property
     def is_embedding(self) -> bool:
         """Whether the name is that of an embedding table."""
-        return any(_EMBEDDING.search(part) for part in self.parts[-2:])
+        return names.is_embedding(self.parts)
+
+    @property
+    def in_block(self) -> bool:
+        """Whether the layer is part of a block, one of many or stacked."""
+        stacked = len(self.axes) < len(self.shape)
+        return stacked or any(names.BLOCK.search(part) for part in self.parent)
 
     @property
     def is_vector(self) -> bool:
         # A class token (1, 1, d) has three axes and is a vector.
         flat = sum(size > 1 for size in self.sizes) < 2
-        return flat or self.is_norm or bool(_VECTOR.match(self.parts[-1]))
+        return flat or self.is_norm or bool(names.VECTOR.match(self.parts[-1]))
 
     def without(self, position: int) -> "_Leaf":
         """The leaf without one of its axes, which then is a batch axis."""
@@ -127,7 +92,7 @@ class _Leaf(NamedTuple):
     def matrix(self, first: int = 0) -> View:
         """The view of a plain matrix that starts at an axis; axes before it are batch axes."""
         rows, columns = first, first + 1
-        if _OUTPUT_FIRST.match(self.parts[-1]):
+        if names.OUTPUT_FIRST.match(self.parts[-1]):
             rows, columns = columns, rows
         return self.view([rows], [columns])
 
@@ -135,12 +100,15 @@ class _Leaf(NamedTuple):
 def _stack_axis(prefix: tuple[str, ...], inside: Sequence[_Leaf]) -> int | None:
     """The position of the axis that stacks a whole subtree, or None."""
     # Vectors, and tables of vectors, have too few axes to be stacked.
-    if any(len(leaf.axes) < 2 or (len(leaf.axes) == 2 and leaf.is_embedding) for leaf in inside):
+    if any(
+        len(leaf.axes) < 2 or (len(leaf.axes) == 2 and leaf.is_embedding and not leaf.is_vector)
+        for leaf in inside
+    ):
         return None
     norms = [
         leaf
         for leaf in inside
-        if leaf.is_norm and not any(_HEAD_NORM.search(part) for part in leaf.parts[-2:])
+        if leaf.is_norm and not any(names.HEAD_NORM.search(part) for part in leaf.parts[-2:])
     ]
     candidates: tuple[int, ...] = ()
     if norms and len(inside) > len(norms):
@@ -148,7 +116,7 @@ def _stack_axis(prefix: tuple[str, ...], inside: Sequence[_Leaf]) -> int | None:
         candidates = (0, 1)
     elif (
         prefix
-        and _CONTAINER.match(prefix[-1])
+        and names.CONTAINER.match(prefix[-1])
         and all(len(leaf.axes) == len(leaf.shape) for leaf in inside)
         and all(
             len(leaf.parts) > len(prefix) and not leaf.parts[len(prefix)].isdigit()
@@ -226,8 +194,8 @@ def _unstacked_heads(pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -
 
 def _attention_view(leaf: _Leaf, siblings: Sequence[_Leaf]) -> View | None:
     """The view of an attention kernel of three or more axes, judged by its counterparts."""
-    is_in = bool(_ATTENTION_IN.match(leaf.name))
-    counterpart = _ATTENTION_OUT if is_in else _ATTENTION_IN
+    is_in = bool(names.ATTENTION_IN.match(leaf.name))
+    counterpart = names.ATTENTION_OUT if is_in else names.ATTENTION_IN
     others = [s.sizes for s in siblings if counterpart.match(s.name) and not s.is_vector]
     pairs = [(leaf.sizes, other) if is_in else (other, leaf.sizes) for other in others]
     verdicts = {_heads_or_stack(*pair) for pair in pairs} - {None}
@@ -252,30 +220,28 @@ def _are_experts(leaf: _Leaf, siblings: Sequence[_Leaf]) -> bool:
     if min(leaf.sizes[-2:]) < max(leaf.sizes[:-2]):
         return False
     for part in reversed(leaf.layer):
-        if _ATTENTION.search(part):
+        if names.ATTENTION.search(part):
             return False
-        if _EXPERTS.search(part):
+        if names.EXPERTS.search(part):
             return True
     return any(
-        _ROUTER.match(sibling.name) and sibling.sizes[1:] == leaf.sizes[:-2] for sibling in siblings
+        names.ROUTER.match(sibling.name) and sibling.sizes[1:] == leaf.sizes[:-2]
+        for sibling in siblings
     )
 
 
 def _kind(leaf: _Leaf, siblings: Sequence[_Leaf], vocabularies: set[int]) -> Kind:
     """The kind of a leaf that is neither vector nor unknown, by its name."""
-    if any(_HEAD.match(part) for part in leaf.parts) or _HEAD_LAYER.match(leaf.name):
+    in_attention = any(names.ATTENTION_IN.match(sibling.name) for sibling in siblings)
+    is_score = bool(names.SCORE.match(leaf.name))
+    if names.is_head(leaf.parts) and not (is_score and in_attention):
         return Kind.HEAD
     if leaf.is_embedding:
         return Kind.EMBEDDING
-    if _POSITION.match(leaf.name) and leaf.parts[-1] not in ("kernel", "w"):
-        return Kind.EMBEDDING
-    in_block = len(leaf.axes) < len(leaf.shape) or any(_BLOCK.search(p) for p in leaf.parent)
-    in_attention = any(_ATTENTION_IN.match(sibling.name) for sibling in siblings)
-    if len(leaf.axes) == 2 and not in_block and not in_attention:
-        at_top = all(_TOP.match(part) for part in leaf.parent)
-        if at_top and _HEAD_AT_TOP.match(leaf.name):
+    if len(leaf.axes) == 2 and not leaf.in_block and not in_attention:
+        if names.is_output_at_top(leaf.parts):
             return Kind.HEAD
-        if _HEAD_BY_SIZE.match(leaf.name) and vocabularies.intersection(leaf.sizes):
+        if names.HEAD_BY_SIZE.match(leaf.name) and leaf.matrix().columns in vocabularies:
             return Kind.HEAD
     return Kind.MATRIX
 
@@ -283,7 +249,7 @@ def _kind(leaf: _Leaf, siblings: Sequence[_Leaf], vocabularies: set[int]) -> Kin
 def _head_view(leaf: _Leaf, vocabularies: set[int]) -> View:
     """The vocabulary is the output, also where a head has an embedding's layout."""
     known = [axis for axis, size in enumerate(leaf.sizes) if size in vocabularies]
-    transposed = _OUTPUT_FIRST.match(leaf.parts[-1]) or leaf.parts[-1] == "embedding"
+    transposed = names.OUTPUT_FIRST.match(leaf.parts[-1]) or leaf.parts[-1] == "embedding"
     output = known[0] if len(known) == 1 else 0 if transposed else 1
     return leaf.view([1 - output], [output])
 
@@ -291,7 +257,7 @@ def _head_view(leaf: _Leaf, vocabularies: set[int]) -> View:
 def _layout(
     leaf: _Leaf, siblings: Sequence[_Leaf], arrays: Sequence[_Leaf], vocabularies: set[int]
 ) -> Layout:
-    is_bias = _BIAS.match(leaf.parts[-1]) and any(len(a.axes) > len(leaf.axes) for a in arrays)
+    is_bias = names.BIAS.match(leaf.parts[-1]) and any(len(a.axes) > len(leaf.axes) for a in arrays)
     if leaf.is_vector or is_bias:
         return Layout(Kind.VECTOR, None)
     kind = _kind(leaf, siblings, vocabularies)
@@ -301,19 +267,55 @@ def _layout(
         return Layout(kind, leaf.view([0], [1]))
     if kind is Kind.HEAD:
         return Layout(kind, _head_view(leaf, vocabularies))
-    if len(leaf.shape) > 2 and _CONVOLUTION.search(leaf.name):
+    if len(leaf.shape) > 2 and names.CONVOLUTION.search(leaf.name):
         return Layout(Kind.UNKNOWN, None)
     if len(leaf.axes) == 2:
         return Layout(kind, leaf.matrix())
-    for einsum, (reduction, output) in _EINSUM.items():
+    for einsum, (reduction, output) in names.EINSUM.items():
         if einsum in leaf.parts and len(leaf.axes) == max(reduction + output) + 1:
             return Layout(kind, leaf.view(reduction, output))
     view = None
-    if _ATTENTION_IN.match(leaf.name) or _ATTENTION_OUT.match(leaf.name):
+    if names.ATTENTION_IN.match(leaf.name) or names.ATTENTION_OUT.match(leaf.name):
         view = _attention_view(leaf, siblings)
     if view is None and _are_experts(leaf, siblings):
         view = leaf.matrix(first=len(leaf.axes) - 2)
     return Layout(Kind.UNKNOWN if view is None else kind, view)
+
+
+def _unnamed_head(
+    leaves: Sequence[_Leaf], found: Sequence[Layout], vocabularies: set[int]
+) -> int | None:
+    """The number of the leaf that its place and its size alone make the head, or None.
+
+    In a list of layers, or where Flax makes up the names, the head is called ``layers/7`` or
+    ``Dense_3``. It is taken for one if
+
+    - no other leaf is a head,
+    - it is a plain matrix outside of blocks, the last of the layers counted with it,
+    - it has as many outputs as an embedding has entries, and
+    - no other matrix has an axis of that length, and no embedding that width. Otherwise it may
+      be a hidden layer that happens to be as wide, as in models of bytes.
+    """
+    if any(layout.kind is Kind.HEAD for layout in found):
+        return None
+    leaf_layouts = list(zip(leaves, found, strict=True))
+    lengths: collections.Counter[int] = collections.Counter()
+    for leaf, layout in leaf_layouts:
+        if layout.kind in (Kind.MATRIX, Kind.UNKNOWN):
+            lengths.update(leaf.shape)
+        elif layout.kind is Kind.EMBEDDING:
+            lengths.update(leaf.shape[-1:])
+    heads = [
+        number
+        for number, (leaf, layout) in enumerate(leaf_layouts)
+        if layout.kind is Kind.MATRIX
+        and len(leaf.axes) == 2
+        and (outputs := leaf.matrix().columns) in vocabularies
+        and lengths[outputs] == 1
+        and not leaf.in_block
+        and names.is_unnamed_last(leaf.layer, [other.layer for other in leaves])
+    ]
+    return heads[0] if len(heads) == 1 else None
 
 
 def layouts(paths: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Layout]:
@@ -332,10 +334,14 @@ def layouts(paths: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Lay
         leaf.sizes[0]
         for leaf in leaves
         if len(leaf.axes) == 2
-        and not _POSITION.match(leaf.name)
+        and not names.NO_VOCABULARY.search(leaf.name)
         and _kind(leaf, [], set()) is Kind.EMBEDDING
     }
-    return [
+    found = [
         _layout(leaf, siblings[leaf.parent], arrays[leaf.parts[:-1]], vocabularies)
         for leaf in leaves
     ]
+    head = _unnamed_head(leaves, found, vocabularies)
+    if head is not None:
+        found[head] = Layout(Kind.HEAD, _head_view(leaves[head], vocabularies))
+    return found

@@ -103,9 +103,13 @@ def _default_targets(
     return targets
 
 
-def _table_targets(rules: Any, paths: Sequence[str]) -> list[Target | None]:
+def _table_targets(
+    rules: Any, paths: Sequence[str], all_layouts: Sequence[layouts.Layout]
+) -> list[Target | None]:
     table = Table(rules)
-    matches = [table.match(path) for path in paths]
+    matches = [
+        table.match(path, layout.kind) for path, layout in zip(paths, all_layouts, strict=True)
+    ]
     used = {number for number in matches if number is not None}
     for number, (pattern, _) in enumerate(table.rules):
         if number not in used and used and not table.optional[number]:
@@ -124,7 +128,7 @@ def _requested(
     if targets is None:
         return _default_targets(list(leaves), all_layouts, rank)
     if is_table(targets):
-        chosen = _table_targets(targets, list(leaves))
+        chosen = _table_targets(targets, list(leaves), all_layouts)
         if not any(isinstance(target, ByDefault) for target in chosen):
             return chosen
         asked = [isinstance(target, ByDefault) for target in chosen]

@@ -9,6 +9,7 @@ import jax
 
 from lowrank_optax._arrays import tree
 from lowrank_optax._checks import Rank, check_choice, check_rank
+from lowrank_optax._plan.layouts import Kind
 
 SIDES = ("smaller", "larger", "reduction", "output", "both")
 
@@ -97,6 +98,13 @@ class OptionalPattern(str):
     """A regex of a preset, which is written for many models and need not match this one."""
 
 
+class OfKind(OptionalPattern):
+    """The name of a kind, where a preset takes the leaves that the default rule finds of it.
+
+    It is matched with a leaf's kind and not with its path, which does not tell every head.
+    """
+
+
 class Table:
     """A list of ``(regex, entry)`` rules of which the first match decides.
 
@@ -104,11 +112,13 @@ class Table:
 
     Attributes:
         rules: pairs of a compiled regex and a target or None.
+        kinds: for each rule the kind of leaf that it takes, or None where the regex decides.
         optional: for each rule whether it may match nothing without a warning.
     """
 
     def __init__(self, rules: Sequence[Any]):
         self.rules = []
+        self.kinds = []
         self.optional = []
         for number, rule in enumerate(rules):
             if not (isinstance(rule, tuple | list) and len(rule) == 2):
@@ -127,12 +137,13 @@ class Table:
                     f"targets[{number}]: {pattern!r} is no regular expression: {error}"
                 ) from None
             self.rules.append((compiled, as_target(entry, pattern)))
+            self.kinds.append(Kind(str(pattern)) if isinstance(pattern, OfKind) else None)
             self.optional.append(isinstance(pattern, OptionalPattern))
 
-    def match(self, path: str) -> int | None:
-        """The number of the first rule that matches, or None."""
-        for number, (pattern, _) in enumerate(self.rules):
-            if pattern.search(path):
+    def match(self, path: str, kind: Kind) -> int | None:
+        """The number of the first rule that matches a leaf, or None."""
+        for number, ((pattern, _), wanted) in enumerate(zip(self.rules, self.kinds, strict=True)):
+            if pattern.search(path) if wanted is None else kind is wanted:
                 return number
         return None
 

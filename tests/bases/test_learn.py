@@ -201,7 +201,9 @@ def test_compact_gradients_are_refused_by_name():
     tx = lro.logra_sketch(optax.sgd(0.1), lro.learn_basis(2))
     state = tx.init(params)
     grad_fn = lro.compact_value_and_grad(lambda p: jnp.sum(p["w"] ** 2))
-    with pytest.raises(ValueError, match="learn_basis needs the full gradient, which here never exists"):
+    with pytest.raises(
+        ValueError, match="learn_basis needs the full gradient, which here never exists"
+    ):
         grad_fn(params, opt_state=state)
     with pytest.raises(ValueError, match="'w': learn_basis needs the full gradient"):
         tx.update({"w": lro.Compact(jnp.ones((2, 10)))}, state, params)

@@ -685,6 +685,13 @@ def test_embeddings(path):
         "params/output/kernel",
         "classifier/dense/kernel",
         "to_logits/w",
+        "params/logitdense/kernel",
+        "readout/kernel",
+        "mlm_head/dense/kernel",
+        "cls_head/kernel",
+        "qa_outputs/kernel",
+        "score/kernel",
+        "head/dense/kernel",
     ],
 )
 def test_heads(path):
@@ -740,6 +747,119 @@ def test_hidden_layers_as_wide_as_the_vocabulary_are_no_heads():
     shapes = {"embed/embedding": (256, 64), "mlp/up/kernel": (64, 256), "mlp/out/kernel": (256, 64)}
     found = read(shapes)
     assert found["mlp/up/kernel"] == PLAIN
+    assert found["mlp/out/kernel"] == PLAIN
+
+
+BLOCKS = {
+    f"{name}_{i}/{mlp}/kernel": shape
+    for name in ("layers", "block")
+    for i in range(2)
+    for mlp, shape in (("up", (D, F)), ("down", (F, D)))
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("layers_7/kernel", (D, V)),
+        ("layers/7/weight", (V, D)),
+        ("params/Dense_0/kernel", (D, V)),
+        ("mlp/~/linear_2/w", (D, V)),
+        ("7/weight", (V, D)),
+        ("Dense_0/kernel", (F, V)),  # which need not be of the embedding's width
+    ],
+)
+def test_an_unnamed_last_layer_of_vocabulary_size_is_a_head(path, shape):
+    embedding = {"embed/embedding": (V, D), "pos_embed/embedding": (T, D)}
+    shapes = {**embedding, **BLOCKS, path: shape}
+    paths = list(shapes)
+    for layout, name in zip(layouts(paths, list(shapes.values())), paths, strict=True):
+        assert (layout.kind is Kind.HEAD) == (name == path)
+    assert (layout.view.rows, layout.view.columns) == (min(shape), V)
+
+
+@pytest.mark.parametrize(
+    ("why", "extra"),
+    [
+        ("no vocabulary", {"embed/embedding": (V + 1, D)}),
+        ("positions are none", {"embed/embedding": (V + 1, D), "wpe/embedding": (V, D)}),
+        ("another head", {"lm_head/kernel": (D, V)}),
+        ("not the last", {"layers_8/kernel": (D, F)}),
+        ("a hidden layer is as wide", {"layers_1/mlp/kernel": (D, V)}),
+        ("heads of attention are as many", {"layers_1/attn/query/kernel": (D, V, K)}),
+        ("an embedding is as wide", {"speaker_embed/embedding": (F, V)}),
+        ("as many inputs", {"layers_7/kernel": (V, V)}),
+        ("the vocabulary is the input", {"layers_7/kernel": (V, D)}),
+        ("stacked", {"layers_7/kernel": (L, D, V), "layers_7/norm/scale": (L, V)}),
+    ],
+)
+def test_other_last_layers_are_no_heads(why, extra):
+    shapes = {"embed/embedding": (V, D), **BLOCKS, "layers_7/kernel": (D, V)}
+    assert read(shapes)["layers_7/kernel"] == "head"
+    assert read({**shapes, **extra})["layers_7/kernel"] != "head", why
+
+
+def test_last_layers_of_blocks_are_no_heads():
+    """Also if it is the one matrix that is as long as the vocabulary."""
+    for path in ("blocks/0/mlp/layers/1/weight", "block_0/Dense_1/kernel", "attn/Dense_0/kernel"):
+        shape = (V, D) if path.endswith("weight") else (D, V)
+        shapes = {"embed/embedding": (V, D), "blocks/0/up/kernel": (D, F), path: shape}
+        assert "head" not in read(shapes).values()
+
+
+def test_named_layers_of_vocabulary_size_are_no_heads():
+    assert read({"embed/embedding": (V, D), "router/kernel": (D, V)})["router/kernel"] == PLAIN
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "layers_0/attention/output/kernel",
+        "layers_0/attention/o_proj/kernel",
+        "attention/out/kernel",
+        "blocks/0/mlp/fc_out/weight",
+        "layers_0/attention/score/kernel",
+        "self_attn/score/kernel",
+        "head/query/kernel",
+        "head/blocks/0/mlp/up/kernel",
+    ],
+)
+@pytest.mark.parametrize("shape", [(D, D), (D, V), (V, D)])
+def test_names_of_heads_inside_of_blocks_are_no_heads(path, shape):
+    assert "head" not in read({"embed/embedding": (V, D), path: shape}).values()
+
+
+def test_score_beside_a_query_is_no_head():
+    shapes = {"mixer/query/kernel": (D, D), "mixer/score/kernel": (D, D)}
+    assert read(shapes)["mixer/score/kernel"] == PLAIN
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "wpe/embedding",
+        "pos_embed/embedding",
+        "embed_positions/embedding",
+        "position/embedding",
+        "token_type_embeddings/embedding",
+        "segment_embed/embedding",
+        "time_embed/embedding",
+        "relative_attention_bias/embedding",
+    ],
+)
+def test_tables_that_are_no_vocabularies(path):
+    shapes = {path: (V, D), "fc_out/kernel": (D, V)}
+    assert read(shapes) == {path: "embedding", "fc_out/kernel": PLAIN}
+    assert read({"wte/embedding": (V, D), "fc_out/kernel": (D, V)})["fc_out/kernel"] == "head"
+
+
+def test_vectors_with_names_of_tables_are_part_of_a_stack():
+    shapes = {
+        "body/embed_norm/scale": (L, D),
+        "body/pos_bias": (L, D),
+        "body/up/kernel": (L, D, F),
+    }
+    assert read(shapes)["body/up/kernel"] == PLAIN_1
 
 
 @pytest.mark.parametrize(
