@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from lowrank_optax._arrays.tree import PyTree
 
@@ -16,6 +17,25 @@ def _signature(tree: PyTree) -> Hashable:
     return treedef, tuple(
         (x.shape, x.dtype, str(typeof(x)) if typeof else "") for x in map(jnp.asarray, leaves)
     )
+
+
+# Branches of one switch that picks.
+_BRANCHES = 16
+
+
+def _pick(turn: Int[Array, ""], choices: Sequence[PyTree]) -> PyTree:
+    """The tree of a turn, out of trees that look alike, none of which is copied but that one.
+
+    Every branch of a ``lax.switch`` takes the operands of all branches, so that one switch over
+    n trees costs n² to trace. A tree of switches with b branches each, of which every level hands
+    each operand to b branches, costs b n log n.
+    """
+    if len(choices) <= _BRANCHES:
+        return jax.lax.switch(turn, [lambda choice=choice: choice for choice in choices])
+    size = -(-len(choices) // _BRANCHES)
+    groups = [choices[start : start + size] for start in range(0, len(choices), size)]
+    branches = [lambda group=group: _pick(turn % size, group) for group in groups]
+    return jax.lax.switch(turn // size, branches)
 
 
 def map_sharing(
@@ -45,8 +65,7 @@ def map_sharing(
             continue
 
         def one(turn, static=static, members=members):
-            picks = [lambda index=index: calls[index][1] for index in members]
-            return fn(static, *jax.lax.switch(turn, picks))
+            return fn(static, *_pick(turn, [calls[index][1] for index in members]))
 
         stacked = jax.lax.map(one, jnp.arange(len(members)))
         for turn, index in enumerate(members):

@@ -22,7 +22,7 @@ from lowrank_optax._arrays.sharing import map_sharing
 from lowrank_optax._arrays.tree import PyTree, flatten, unflatten
 from lowrank_optax._inner.opened import map_opened
 from lowrank_optax._inner.probe import decay_rates
-from lowrank_optax._inner.roles import FIRST, SECOND
+from lowrank_optax._inner.roles import FIRST, SECOND, field_names
 from lowrank_optax._inner.sites import Keys, Site, mirrors, sites
 from lowrank_optax._plan.plan import Projection
 from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases, View
@@ -114,7 +114,8 @@ def bias_ratio(owner: Any, count: Array, first: Sequence[Any], second: Sequence[
         first: the first moment of a fresh start after one and after two steps of gradient 1.
         second: likewise the second moment.
     """
-    count = getattr(owner, "count", count)
+    if "count" in field_names(owner):  # every tuple has a method of that name
+        count = owner.count
     return _weight(count, *second) / jnp.square(_weight(count, *first))
 
 

@@ -153,6 +153,6 @@ class PlanOfAnything(Plan):
     """The plan of a placeholder that stands for any params tree.
 
     ``optax.tree_utils.tree_map_params`` asks a transformation for the state of such a placeholder
-    and lays it over a real state. This plan is no pytree node but a leaf, so what it lies over, the
-    real plan, is taken from the real state as a whole.
+    and lays it over a real state. This plan is no pytree node but a leaf, one that belongs to no
+    parameter: so what it lies over, the real plan, is passed through as a whole.
     """

@@ -34,7 +34,7 @@ class SubspaceState(NamedTuple):
             # Its trees of bases have a place for every leaf of params.
             like = jax.tree.map(lambda _: 0, tracker.reduction_basis, is_leaf=_is_place)
             for site in sites(self.inner_state, mirrors(self.inner_state, like)):
-                if site.weight in shapes and site.value.shape == shapes[site.weight]:
+                if site.weight is not None and shapes.get(site.weight) == site.value.shape:
                     found[site.weight].append(site.value)
         return found
 

@@ -1,4 +1,4 @@
-"""Names of leaves, boxes, and computations that same-shape leaves share."""
+"""Names of leaves, and boxes."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,14 +12,13 @@ import optax
 import pytest
 from flax import nnx
 
-import lowrank_optax as lro
 from lowrank_optax._arrays.boxes import is_box, rebox, unbox
-from lowrank_optax._arrays.sharing import map_sharing
 from lowrank_optax._arrays.tree import (
     by_path,
     flatten,
     flatten_with_paths,
     sparse_tree,
+    stands_for_params,
     unflatten,
     with_leaves,
 )
@@ -133,98 +132,10 @@ def test_with_leaves():
     np.testing.assert_array_equal(unbox(changed["c"]), 3 * X)
 
 
-# map_sharing ------------------------------------------------------------------------------
-
-
-def affine(static, x, tree):
-    return {"y": static * x + tree["b"], "sum": jnp.sum(x)}
-
-
-def calls_of(shapes, statics):
-    rng = np.random.default_rng(0)
-    return [
-        (static, (jnp.float32(rng.normal(size=shape)), {"b": jnp.float32(rng.normal())}))
-        for shape, static in zip(shapes, statics, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_map_sharing_is_a_plain_loop(compiled):
-    shapes = [(2, 3), (3, 2), (2, 3), (2, 3), (3, 2), (4,), (2, 3)]
-    statics = [1, 1, 1, 2, 1, 1, 1]
-    calls = calls_of(shapes, statics)
-
-    def shared(arguments):
-        return map_sharing(affine, list(zip(statics, arguments, strict=True)))
-
-    results = (jax.jit(shared) if compiled else shared)([arguments for _, arguments in calls])
-    for (static, arguments), result in zip(calls, results, strict=True):
-        expected = affine(static, *arguments)
-        assert jax.tree.structure(result) == jax.tree.structure(expected)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), result, expected)
-
-
-def test_map_sharing_tells_dtypes_and_structures_apart():
-    def double(static, x):
-        return jax.tree.map(lambda x: x + x, x)
-
-    calls = [
-        (0, (jnp.ones(3),)),
-        (0, (jnp.ones(3, jnp.bfloat16),)),
-        (0, ([jnp.ones(3)],)),
-        (0, (None,)),
-    ]
-    results = map_sharing(double, calls)
-    assert results[0].dtype == jnp.float32
-    assert results[1].dtype == jnp.bfloat16
-    assert isinstance(results[2], list)
-    assert results[3] is None
-
-
-def test_map_sharing_of_nothing():
-    assert map_sharing(affine, []) == []
-
-
-def test_map_sharing_traces_once_a_group():
-    traced = []
-
-    def record(static, x):
-        traced.append((static, x.shape))
-        return x
-
-    calls = [(0, (jnp.ones(2),))] * 5 + [(1, (jnp.ones(2),))] * 5 + [(0, (jnp.ones(3),))]
-    map_sharing(record, calls)
-    assert traced == [(0, (2,)), (1, (2,)), (0, (3,))]
-
-
-def count_equations(jaxpr):
-    """Equations of a jaxpr and of all that it holds."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        total += 1
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                total += count_equations(inner)
-    return total
-
-
-@pytest.mark.parametrize("method", ["subspace", "gram"])
-def test_a_refresh_grows_little_with_the_number_of_layers(method):
-    """Layers of one shape share one refresh: what is left to grow is bookkeeping."""
-
-    def size(layers):
-        params = {f"layer_{i}": jnp.ones((16, 24)) for i in range(layers)}
-        tracker = lro.refresh_basis(4, method=method)
-        state = jax.eval_shape(tracker.init, params)
-        jaxpr = jax.make_jaxpr(tracker.update)(params, state).jaxpr
-        factorizations = str(jaxpr).count("eigh" if method == "gram" else "cholesky")
-        return count_equations(jaxpr), factorizations
-
-    (few, few_factorizations), (many, many_factorizations) = size(2), size(16)
-    (one, _) = size(1)
-    assert few_factorizations == many_factorizations > 0
-    # Sixteen copies would be sixteen times as large as one.
-    assert (many - few) / 14 < 0.2 * one
+def test_a_placeholder_for_params_is_told_from_a_tree_that_is_empty():
+    found = []
+    optax.tree.map_params(lambda params: found.append(params) or params, lambda x: x, {})
+    (placeholder,) = found
+    assert stands_for_params(placeholder)
+    empty = [{}, [], (), None, optax.EmptyState(), nnx.State({}), jnp.ones(2), {"a": placeholder}]
+    assert not any(map(stands_for_params, empty))
