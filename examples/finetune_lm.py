@@ -21,17 +21,13 @@ import jax
 import optax
 from rich.console import Console
 
-import data
 import lowrank_optax as lro
-import optimizers
-import options
-import reporting
-import training
-from arguments import log_path
-from checkpointing import Checkpoints
-from decoder import DecoderConfig, functional, next_token_loss
-from errors import UserError, exit_code
-from placement import Placement
+from model.decoder import DecoderConfig, functional, next_token_loss
+from running import data, optimizers, options, reporting, training
+from running.arguments import log_path
+from running.checkpointing import Checkpoints
+from running.errors import UserError, exit_code
+from running.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
