@@ -31,7 +31,7 @@ from model import lora
 from model.decoder import DecoderConfig, functional
 from model.master_weights import apply_precision, seen_by_optimizer
 from running import optimizers, placement, reporting, training
-from running.checkpointing import Checkpoints
+from running.checkpointing import Checkpoints, nothing_to_resume
 from running.errors import UserError, exit_code
 
 
@@ -164,10 +164,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         checkpoints = Checkpoints(args.checkpoint, fingerprint(experiment))
         checkpoints.check(args.resume)
         if args.resume and checkpoints.latest is None:
-            raise UserError(
-                f"--resume finds no checkpoint in '{args.checkpoint}': name the directory of an "
-                "earlier run, or leave --resume out"
-            )
+            raise nothing_to_resume(args.checkpoint)
     start, state, frozen, tx, shardings = start_or_resume(experiment, checkpoints)
     if start > experiment.steps:
         raise UserError(

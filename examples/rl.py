@@ -28,8 +28,8 @@ from reinforcement.learning import make_iteration, make_scorer
 from reinforcement.optimizers import RECIPES
 from reinforcement.training import learn, start_run
 from running.arguments import log_path
-from running.checkpointing import Checkpoints
-from running.errors import UserError, exit_code
+from running.checkpointing import Checkpoints, check_length
+from running.errors import exit_code
 from running.training import count_bytes
 
 SCORED_ANSWERS = 1000
@@ -66,11 +66,7 @@ def run_one(
         return tx
 
     start = 0 if saved is None else saved.latest or 0
-    if start > args.iterations:
-        raise UserError(
-            f"the checkpoint of {name} has seen {start} iterations, more than --iterations "
-            f"{args.iterations}: ask for more of them"
-        )
+    check_length(name, start, args.iterations, "iterations")
     tx = experiment.make_optimizer(name, stages.at(max(start - 1, 0)))
     if saved is None or start == 0:
         state = start_run(reference, tx, args.kl)

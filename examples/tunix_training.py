@@ -31,7 +31,18 @@ from tunix.sft.utils import build_positions_from_mask, make_causal_attn_mask
 
 import lowrank_optax as lro
 from running import data
-from running.arguments import Parser, count, count_or_zero, mesh_sizes, named_rate, rank
+from running.arguments import (
+    Parser,
+    add_batches,
+    add_learning_rates,
+    add_optimizers,
+    by_name,
+    check_micro_batches,
+    count,
+    count_or_zero,
+    mesh_sizes,
+    rank,
+)
 from running.errors import UserError, exit_code
 from running.placement import make_mesh
 from running.training import count_bytes
@@ -301,26 +312,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--trainer", choices=TRAINERS, default="sft", help="tunix's (%(default)s)")
-    add(
-        "--optimizer",
-        nargs="+",
-        choices=OPTIMIZERS,
-        default=["adamw", "galore"],
-        metavar="NAME",
-        help=f"one or more of {', '.join(OPTIMIZERS)}, trained in turn (adamw galore)",
-    )
+    add_optimizers(add, OPTIMIZERS, ["adamw", "galore"])
     add("--rank", type=rank, default=0.25, help="or share of the smaller side (%(default)s)")
-    add(
-        "--lr",
-        type=named_rate(OPTIMIZERS),
-        nargs="+",
-        default=[],
-        metavar="LR",
-        help="learning rate; NAME=LR sets one optimizer's (each one's own)",
-    )
+    add_learning_rates(add, OPTIMIZERS)
     add("--steps", type=count, default=40, help="updates (%(default)s)")
-    add("--batch-size", type=count, default=8, help="windows or prompts an update (%(default)s)")
-    add("--accumulate", type=count, default=1, help="micro-batches an update (%(default)s)")
+    add_batches(add, "windows or prompts")
     add("--seq-len", type=count, default=64, help="bytes a window, SFT (%(default)s)")
     add("--generations", type=count, default=8, help="answers a prompt, GRPO (%(default)s)")
     add("--mesh", type=mesh_sizes, metavar="AXIS=SIZE,...", help="fsdp and tp (one device)")
@@ -339,11 +335,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Result]:
     Returns:
         What came of it, by optimizer.
     """
-    if args.batch_size % args.accumulate:
-        raise UserError(
-            f"--batch-size {args.batch_size} does not divide into --accumulate {args.accumulate} "
-            "equal micro-batches: change one of them"
-        )
+    check_micro_batches(args)
     if args.generations < 2:
         raise UserError("--generations 1 leaves nothing to compare an answer with: take 2 or more")
     mesh = None
@@ -356,10 +348,11 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Result]:
     params = nnx.state(nnx.eval_shape(lambda: make_model(args.seed)), nnx.Param)
     adamw = accumulated(optax.adamw(1.0), args.accumulate)
     adamw_bytes = count_bytes(jax.eval_shape(adamw.init, params))
-    rates, results = dict(args.lr), {}
+    rates = by_name(args.lr, {name: rate for name, (rate, _) in OPTIMIZERS.items()})
+    results = {}
     for name in args.optimizer:
-        default, make = OPTIMIZERS[name]
-        tx = make(rates.get(name, rates.get(None, default)), args.rank)
+        _, make = OPTIMIZERS[name]
+        tx = make(rates[name], args.rank)
         if args.describe and name != "adamw":
             console.print(str(lro.describe(tx, params)), highlight=False, soft_wrap=True)
         results[name] = TRAINERS[args.trainer](args, tx, mesh)

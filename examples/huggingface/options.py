@@ -7,14 +7,17 @@ from model import lora
 from model.master_weights import PRECISIONS
 from running.arguments import (
     Parser,
+    add_batches,
+    add_mesh,
+    add_step_sizes,
+    add_subspace,
     check_directory,
+    check_micro_batches,
     count,
     count_or_zero,
-    flag_of,
-    mesh_sizes,
-    number,
     positive,
-    rank,
+    refuse_alone,
+    refuse_on,
 )
 from running.errors import UserError
 from running.optimizers import RECIPES
@@ -45,23 +48,13 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         help="bfloat16 weights rounded at random, or with a float32 master copy, or neither; or "
         "float32 throughout (%(default)s)",
     )
-    add(
-        "--mesh",
-        type=mesh_sizes,
-        metavar="AXIS=SIZE,...",
-        help="sizes of data, fsdp and tp, such as fsdp=4,tp=2 (one device)",
-    )
+    add_mesh(add)
 
     add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=RECIPES, default="galore", help="(%(default)s)")
-    add("--rank", type=rank, help="integer, or share of the smaller side (128)")
-    add("--refresh-every", type=count, help="steps a basis is kept (200)")
-    add("--scale", type=positive, help="factor on projected updates (the optimizer's own)")
+    add_subspace(add, usual_rank=128, usual_interval=200)
     add("--lr", type=positive, help="peak learning rate (1e-4; adamw 2e-5)")
-    add("--weight-decay", type=number, default=0.0, help="decoupled (%(default)s)")
-    add("--clip", type=number, default=1.0, help="largest gradient norm, 0 for any (%(default)s)")
-    add("--warmup", type=count_or_zero, help="steps (a twentieth of the run)")
-    add("--schedule", choices=("cosine", "constant"), default="cosine", help="after the warm-up")
+    add_step_sizes(add, "a twentieth of the run")
     add("--matrix-free", action="store_true", help="make no full gradient of a projected weight")
     add("--describe", action="store_true", help="first print what is projected")
 
@@ -82,8 +75,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--epochs", type=count, help="passes over the data (1)")
     add("--steps", type=count, help="updates, in place of --epochs")
     add = parser_length.add_argument
-    add("--batch-size", type=count, default=8, help="rows an update (%(default)s)")
-    add("--accumulate", type=count, default=1, help="micro-batches an update (%(default)s)")
+    add_batches(add, "rows")
     add("--eval-every", type=count, help="updates between validations (a quarter of the run)")
     add("--seed", type=count_or_zero, default=0, help="of data order and rounding (%(default)s)")
 
@@ -110,31 +102,16 @@ def check(args: argparse.Namespace) -> lora.Ranks:
         UserError: with the first contradiction.
     """
     if not RECIPES[args.optimizer].projected:
-        for option in ("matrix_free", "rank", "refresh_every", "scale"):
-            if getattr(args, option):
-                raise UserError(
-                    f"{flag_of(option)} has no effect on {args.optimizer}: leave it out or choose "
-                    "a low-rank --optimizer"
-                )
-    for option, needed in (
-        ("lora_alpha", "lora"),
-        ("lora_lr", "lora"),
-        ("quantize", "lora"),
-        ("overwrite", "export"),
-        ("resume", "checkpoint"),
-        ("checkpoint_every", "checkpoint"),
-    ):
-        if getattr(args, option) and not getattr(args, needed):
-            raise UserError(f"{flag_of(option)} has no effect alone: add {flag_of(needed)}")
+        options = ("matrix_free", "rank", "refresh_every", "scale")
+        refuse_on(args, options, args.optimizer, "choose a low-rank --optimizer")
+    refuse_alone(args, ("lora_alpha", "lora_lr", "quantize"), "lora")
+    refuse_alone(args, ("overwrite",), "export")
+    refuse_alone(args, ("resume", "checkpoint_every"), "checkpoint")
     try:
         ranks = lora.parse_ranks(args.lora)
     except ValueError as error:
         raise UserError(f"--lora {error}") from error
-    if args.batch_size % args.accumulate:
-        raise UserError(
-            f"--batch-size {args.batch_size} does not divide into --accumulate {args.accumulate} "
-            "equal micro-batches: change one of them"
-        )
+    check_micro_batches(args)
     check_directory("--checkpoint", args.checkpoint)
     check_directory("--export", args.export and args.export.parent)
     check_directory("--log", args.log and args.log.parent)

@@ -16,7 +16,8 @@ from reinforcement.learning import Settings
 from reinforcement.rollouts import Policy, actor_critic
 from reinforcement.supervised import imitate
 from reinforcement.tasks import TASKS, Task
-from running.checkpointing import Checkpoints
+from running.arguments import by_name
+from running.checkpointing import Checkpoints, nothing_to_resume, open_runs
 from running.errors import UserError
 
 
@@ -107,10 +108,8 @@ def prepare(args: argparse.Namespace) -> Experiment:
         )
     except ValueError as error:
         raise UserError(f"--hidden, --heads: {error}") from error
-    usual, given, rates = optimizers.Options(), dict(args.rank), dict(args.lr)
-    ranks = {
-        name: given.get(name, given.get(None, usual.ranks[name])) for name in optimizers.CLASSES
-    }
+    usual = optimizers.Options()
+    ranks = by_name(args.rank, usual.ranks)
     projected = [name for name in args.optimizer if optimizers.RECIPES[name].projected]
     if projected and all(value is None for value in ranks.values()):
         raise UserError(
@@ -132,10 +131,9 @@ def prepare(args: argparse.Namespace) -> Experiment:
             weight_decay=args.weight_decay,
             metrics=bool(args.monitor_every),
         ),
-        rates={
-            name: rates.get(name, rates.get(None, optimizers.RECIPES[name].learning_rate))
-            for name in args.optimizer
-        },
+        rates=by_name(
+            args.lr, {name: optimizers.RECIPES[name].learning_rate for name in args.optimizer}
+        ),
         guarding=GuardOptions(collapse=args.collapse),
     )
 
@@ -181,22 +179,12 @@ def open_checkpoints(experiment: Experiment) -> dict[str, Checkpoints]:
         UserError: if a run would be mixed with another, or there is nothing to resume.
     """
     args = experiment.args
-    if args.checkpoint is None:
-        return {}
-    opened = {"supervised": supervised_fingerprint(experiment)} | {
-        name: fingerprint(experiment, name) for name in args.optimizer
-    }
-    checkpoints = {
-        name: Checkpoints(args.checkpoint / name, config) for name, config in opened.items()
-    }
-    for one in checkpoints.values():
-        one.check(args.resume)
-    if args.resume and checkpoints["supervised"].latest is None:
-        raise UserError(
-            f"--resume finds no checkpoint in '{args.checkpoint}': name the directory of an "
-            "earlier run, or leave --resume out"
-        )
-    return checkpoints
+    configs = {name: fingerprint(experiment, name) for name in args.optimizer}
+    configs = {"supervised": supervised_fingerprint(experiment)} | configs
+    opened = open_runs(args.checkpoint, configs, args.resume)
+    if args.resume and opened["supervised"].latest is None:
+        raise nothing_to_resume(args.checkpoint)
+    return opened
 
 
 def supervise(experiment: Experiment, checkpoints: Checkpoints | None, console: Console) -> Params:

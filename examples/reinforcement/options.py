@@ -1,7 +1,6 @@
 """The command line of `rl.py`: its options, and which of them contradict each other."""
 
 import argparse
-import pathlib
 
 from reinforcement.guard import GuardOptions
 from reinforcement.learning import ALGORITHMS, Settings
@@ -9,14 +8,19 @@ from reinforcement.optimizers import CLASSES, RECIPES, Options, Rank
 from reinforcement.tasks import TASKS
 from running.arguments import (
     Parser,
-    check_directory,
+    add_learning_rates,
+    add_optimizers,
+    add_output,
+    check_optimizers,
+    check_output,
     count,
     count_or_zero,
     flag_of,
-    named_rate,
     number,
     positive,
     rank,
+    refuse_alone,
+    refuse_on,
 )
 from running.errors import UserError
 
@@ -61,14 +65,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--iterations", type=count, help="of reinforcement learning (80, 120)")
 
     add = parser.add_argument_group("optimizer").add_argument
-    add(
-        "--optimizer",
-        nargs="+",
-        choices=RECIPES,
-        default=["adamw", "galore", "logra"],
-        metavar="NAME",
-        help=f"one or more of {', '.join(RECIPES)}, trained in turn (all)",
-    )
+    add_optimizers(add, RECIPES, ["adamw", "galore", "logra"])
     add(
         "--rank",
         type=_class_rank,
@@ -87,14 +84,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     )
     add("--refresh-every", type=count, help=f"updates a basis is kept ({optimizer.refresh_every})")
     add("--scale", type=positive, help=f"factor on projected updates ({optimizer.scale:g})")
-    add(
-        "--lr",
-        type=named_rate(RECIPES),
-        nargs="+",
-        default=[],
-        metavar="LR",
-        help="learning rate; NAME=LR sets one optimizer's (each one's own)",
-    )
+    add_learning_rates(add, RECIPES)
     add("--weight-decay", type=number, default=0.0, help="decoupled (%(default)s)")
     add(
         "--clip",
@@ -147,10 +137,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("output").add_argument
     add("--eval-every", type=count, help="iterations between scores (a quarter of the run)")
-    add("--checkpoint", type=pathlib.Path, metavar="DIR", help="a sub-directory per optimizer")
-    add("--checkpoint-every", type=count, help="iterations between checkpoints (20)")
-    add("--resume", action="store_true", help="go on from the latest checkpoints in DIR")
-    add("--log-dir", type=pathlib.Path, metavar="DIR", help="every iteration as JSON lines")
+    add_output(add, "iterations", 20, "every iteration")
     return parser
 
 
@@ -168,36 +155,23 @@ def check(args: argparse.Namespace) -> None:
     args.supervised_steps = args.supervised_steps or SUPERVISED_STEPS[args.task]
     _check_optimizers(args)
     _check_learning(args)
-    for option in ("checkpoint", "log_dir"):
-        check_directory(flag_of(option), getattr(args, option))
-    if args.checkpoint is None:
-        for option in ("resume", "checkpoint_every"):
-            if getattr(args, option):
-                raise UserError(f"{flag_of(option)} has no effect alone: add --checkpoint DIR")
+    check_output(args)
 
 
 def _check_optimizers(args: argparse.Namespace) -> None:
     chosen = args.optimizer
-    if len(set(chosen)) < len(chosen):
-        raise UserError("--optimizer names an optimizer twice: name each once")
     for option, values in (("--lr", args.lr), ("--rank", args.rank)):
         named = [name for name, _ in values]
         if len(set(named)) < len(named):
             raise UserError(f"{option} sets a value twice: give one for all, NAME=VALUE once each")
-    for name, _ in args.lr:
-        if name is not None and name not in chosen:
-            raise UserError(f"--lr {name}=... has no effect: add {name} to --optimizer")
+    check_optimizers(args)
     if not any(RECIPES[name].projected for name in chosen):
-        for option in ("rank", "progressive", "scale", "matrix_free", "monitor_every"):
-            if getattr(args, option):
-                raise UserError(
-                    f"{flag_of(option)} has no effect on {', '.join(chosen)}: leave it out or add "
-                    f"one of {', '.join(n for n, recipe in RECIPES.items() if recipe.projected)}"
-                )
+        options = ("rank", "progressive", "scale", "matrix_free", "monitor_every")
+        projected = ", ".join(name for name, recipe in RECIPES.items() if recipe.projected)
+        refuse_on(args, options, ", ".join(chosen), f"add one of {projected}")
     if args.refresh_every and "galore" not in chosen:
         raise UserError("--refresh-every has no effect without galore: add it to --optimizer")
-    if args.min_snr and not args.monitor_every:
-        raise UserError("--min-snr has no effect alone: add --monitor-every N")
+    refuse_alone(args, ("min_snr",), "monitor_every", "N")
     if args.matrix_free:
         refused = [n for n in chosen if RECIPES[n].projected and not RECIPES[n].matrix_free]
         able = ", ".join(n for n, recipe in RECIPES.items() if recipe.matrix_free)

@@ -6,7 +6,7 @@ configuration that decides what is computed is kept beside the arrays and compar
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -145,6 +145,63 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
             self._manager = ocp.CheckpointManager(self.directory, options=options)
         return self._manager
+
+
+def open_runs(
+    directory: pathlib.Path | None, configs: Mapping[str, Mapping[str, Any]], resume: bool
+) -> dict[str, Checkpoints]:
+    """The checkpoints of several runs, each below a directory of its name.
+
+    Args:
+        directory: of all of them, ``None`` if there are to be no checkpoints.
+        configs: by the name of the run.
+        resume: whether earlier runs are to be continued.
+
+    Returns:
+        Checkpoints by name that have been checked; nothing is written yet.
+
+    Raises:
+        UserError: if a run would be mixed with another.
+    """
+    if directory is None:
+        return {}
+    opened = {name: Checkpoints(directory / name, config) for name, config in configs.items()}
+    for checkpoints in opened.values():
+        checkpoints.check(resume)
+    return opened
+
+
+def nothing_to_resume(directory: pathlib.Path, runs: Iterable[str] = ()) -> UserError:
+    """What to say if there is no checkpoint to go on from.
+
+    Args:
+        directory: where it was looked for.
+        runs: whose, if there could be several.
+    """
+    names = " or ".join(runs)
+    return UserError(
+        f"--resume finds no checkpoint{names and f' of {names}'} in '{directory}': name the "
+        "directory of an earlier run, or leave --resume out"
+    )
+
+
+def check_length(name: str, start: int, length: int, steps: str) -> None:
+    """Refuses a run that is shorter than its checkpoint.
+
+    Args:
+        name: of the run.
+        start: how much the checkpoint has seen.
+        length: how much was asked for.
+        steps: what is counted, as the option has it.
+
+    Raises:
+        UserError: if the checkpoint has seen more.
+    """
+    if start > length:
+        raise UserError(
+            f"the checkpoint of {name} has seen {start} {steps}, more than --{steps} {length}: "
+            "ask for more of them"
+        )
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
