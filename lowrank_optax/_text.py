@@ -27,7 +27,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> s
     return "\n".join(map(aligned, lines))
 
 
-def format_bytes(size: float) -> str:
+def format_bytes(size: int | float) -> str:
     """A size for people: ``1.50 MB``, in powers of 1000."""
     if size < 1000:
         return f"{size:.0f} B"
