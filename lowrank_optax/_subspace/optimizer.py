@@ -11,15 +11,12 @@ from typing import Any
 import jax
 import optax
 
-from lowrank_optax._arrays.boxes import rebox, unbox
-from lowrank_optax._arrays.compact import Compact
-from lowrank_optax._arrays.mesh import place_like
-from lowrank_optax._arrays.tree import find_states, flatten, unflatten
+from lowrank_optax._arrays.tree import find_states, flatten
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._checks import check_choice
 from lowrank_optax._inner import carry
 from lowrank_optax._subspace import step
-from lowrank_optax._subspace.cores import arrays, with_cores, zero_cores
+from lowrank_optax._subspace.cores import with_cores, zero_cores
 from lowrank_optax._subspace.lift import Lift, subspace_lift
 from lowrank_optax._subspace.metrics import empty_fidelity, stack_fidelities
 from lowrank_optax._subspace.nonlinearity import Nonlinearity
@@ -81,7 +78,6 @@ def subspace_optimizer(
         before = _tracker_in(name, state.tracker_state)
         given = extra_args.get("bases")
         inner_args = {key: value for key, value in extra_args.items() if key != "bases"}
-        boxes, treedef = flatten(updates)
         like = flatten(updates if params is None else params)[0]
 
         # Track: the bases of this step.
@@ -114,34 +110,19 @@ def subspace_optimizer(
         answers, decay, inner_state = step.answered(
             targets, optimizer, cores, inner_state, params, inner_args
         )
-        inner_updates, results = arrays(answers), flatten(answers)[0]
-        targets = [
-            t._replace(update=inner_updates[t.projection.index], decay=decay[t.projection.index])
-            for t in targets
-        ]
+        targets = step.with_answers(targets, answers, decay)
 
         # Lift: full-sized updates.
         targets = step.sketched(targets, state.lift_state, before.tracker_count, given)
         lifted, lift_state = step.lifted(targets, chosen_lift, state.lift_state, scale)
         full = dict(zip((p.index for p in projections), lifted, strict=True))
-        if not (isinstance(scale, int | float) and scale == 1):
-            full |= {
-                index: step.scaled_full_rank(leaf, inner_updates[index], decay[index], scale)
-                for index, leaf in enumerate(tracker.plan.leaves)
-                if leaf.is_target and not leaf.sides
-            }
-        for index, update in full.items():
-            box = boxes[index]
-            if isinstance(box, Compact):  # of which only the parameter knows the form
-                box = None if params is None else like[index]
-            place = update if box is None else unbox(box)
-            dtype = place.dtype if optimizer is None else tracker.plan.leaves[index].dtype
-            results[index] = rebox(box, place_like(update.astype(dtype), place))
+        full |= step.scaled_full_rank(tracker.plan, answers, decay, scale)
+        dtypes = None if optimizer is None else [leaf.dtype for leaf in tracker.plan.leaves]
+        results = step.delivered(full, answers, updates, params, dtypes)
         fidelity = None
         if metrics:
             fidelity = stack_fidelities([step.compared(t) for t in targets], tracker.plan)
-        state = SubspaceState(tracker_state, inner_state, lift_state, fidelity)
-        return unflatten(treedef, results), state
+        return results, SubspaceState(tracker_state, inner_state, lift_state, fidelity)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
