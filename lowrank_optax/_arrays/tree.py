@@ -15,7 +15,10 @@ import optax
 from lowrank_optax._arrays.boxes import is_box, rebox, unbox
 from lowrank_optax._arrays.compact import Compact
 
+# What JAX and optax call a pytree: nothing more can be said of it in a type.
 PyTree = Any
+Params = Updates = OptState = PyTree
+PyTreeDef = Any
 
 
 def is_leaf(x: Any) -> bool:
@@ -46,11 +49,11 @@ def path_name(path: Sequence[Any]) -> str:
     return "/".join(parts)
 
 
-def unflatten(treedef: Any, leaves: Sequence[Any]) -> PyTree:
+def unflatten(treedef: PyTreeDef, leaves: Sequence[Any]) -> PyTree:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def sparse_tree(treedef: Any, leaves: Sequence[Any]) -> PyTree:
+def sparse_tree(treedef: PyTreeDef, leaves: Sequence[Any]) -> PyTree:
     """A tree parallel to params that holds ``optax.MaskedNode()`` where a leaf is None."""
     return unflatten(treedef, [optax.MaskedNode() if leaf is None else leaf for leaf in leaves])
 
@@ -73,7 +76,7 @@ def with_leaves(tree: PyTree, replacements: Mapping[str, Any]) -> PyTree:
     )
 
 
-def find_states(state: Any, kind: type) -> list[Any]:
+def find_states(state: OptState, kind: type) -> list[Any]:
     """Every node of a type in an optimizer state, through any wrapper."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [node for node in nodes if isinstance(node, kind)]

@@ -19,10 +19,11 @@ from lowrank_optax._arrays.boxes import unbox
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.sharing import map_sharing
+from lowrank_optax._arrays.tree import OptState, Params, Updates
 from lowrank_optax._bases import find, storage
 from lowrank_optax._bases.gradient import Gradient
 from lowrank_optax._bases.schedule import NEVER, Counters, Schedule, subspace_overlap
-from lowrank_optax._bases.state import start_state
+from lowrank_optax._bases.state import TrackerState, start_state
 from lowrank_optax._plan.plan import Plan, Projection, Tracking
 from lowrank_optax._plan.view import Bases
 
@@ -184,7 +185,7 @@ def make_tracker(
     """
     follow = _Follower(tracking, step, schedule)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: Params) -> OptState:
         plan = plan_of(params)
         state = schedule.started(start_state(plan, params, start(plan)))
         if not with_decoders:
@@ -194,8 +195,13 @@ def make_tracker(
         return state._replace(reduction_decoder=reduction, output_decoder=output)
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, *, bases: Any = None, **extra_args: Any
-    ) -> Any:
+        updates: Updates,
+        state: OptState,
+        params: Params | None = None,
+        *,
+        bases: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, OptState]:
         del params, extra_args
         plan, (leaves, _) = state.plan, tree.flatten(updates)
         plan.check_count(leaves, "updates")

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import optax
 
-from lowrank_optax._arrays.tree import PyTree, flatten, unflatten
+from lowrank_optax._arrays.tree import OptState, PyTree, flatten, unflatten
 from lowrank_optax._inner import probe
 from lowrank_optax._inner.roles import field_roles
 from lowrank_optax._inner.sites import Keys, mirrors, sites
@@ -28,8 +28,8 @@ def _forgetful(state: PyTree, fresh: PyTree, where: frozenset[Keys]) -> PyTree:
 
 def gains(
     inner: optax.GradientTransformationExtraArgs | None,
-    inner_state: Any,
-    cores: Any,
+    inner_state: OptState,
+    cores: PyTree,
     extra_args: dict[str, Any],
 ) -> Any:
     """The inner optimizer's answer to a gradient of 1, leaf by leaf.

@@ -16,9 +16,10 @@ import optax
 from jaxtyping import Array
 
 from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.tree import OptState, Params, PyTree
 
 
-def probes(cores: Any, value: float, size: int = 1) -> Any:
+def probes(cores: PyTree, value: float, size: int = 1) -> Any:
     """A tree like ``cores`` of one-element leaves, or of ``size`` along each axis.
 
     They keep the number of axes, which masks often look at.
@@ -26,7 +27,7 @@ def probes(cores: Any, value: float, size: int = 1) -> Any:
     return jax.tree.map(lambda x: jnp.full((size,) * x.ndim, value, x.dtype), cores)
 
 
-def probe_state(inner: optax.GradientTransformation, inner_state: Any, cores: Any) -> Any:
+def probe_state(inner: optax.GradientTransformation, inner_state: OptState, cores: PyTree) -> Any:
     """The inner state at this moment (counts, schedules, hyperparameters), without history."""
     fresh = inner.init(probes(cores, 1.0))
     larger = jax.eval_shape(inner.init, probes(cores, 1.0, size=2))
@@ -42,8 +43,8 @@ def probe_state(inner: optax.GradientTransformation, inner_state: Any, cores: An
 
 def decay_coefficients(
     inner: optax.GradientTransformationExtraArgs,
-    inner_state: Any,
-    cores: Any,
+    inner_state: OptState,
+    cores: PyTree,
     extra_args: dict[str, Any],
 ) -> Any:
     """The factor by which the inner optimizer adds each weight to its update.
@@ -66,8 +67,8 @@ def decay_coefficients(
 
 def reads_params(
     inner: optax.GradientTransformationExtraArgs,
-    inner_state: Any,
-    cores: Any,
+    inner_state: OptState,
+    cores: PyTree,
     extra_args: dict[str, Any],
 ) -> bool:
     """Whether the inner optimizer's update depends on params at all, seen from its trace."""
@@ -90,12 +91,12 @@ def _is_waiting(node: Any) -> bool:
     return type(node).__name__ == "MultiStepsState"
 
 
-def _waits(state: Any) -> list[Any]:
+def _waits(state: OptState) -> list[Any]:
     nodes = jax.tree.leaves(state, is_leaf=_is_waiting)
     return [node for node in nodes if _is_waiting(node)]
 
 
-def _from_the_start(state: Any) -> Any:
+def _from_the_start(state: OptState) -> Any:
     """The state with every accumulation of gradients begun anew, since its history is gone."""
 
     def begin(node: Any) -> Any:
@@ -106,7 +107,7 @@ def _from_the_start(state: Any) -> Any:
     return jax.tree.map(begin, state, is_leaf=_is_waiting)
 
 
-def _advance(step: Callable[[Any], Any], state: Any) -> Any:
+def _advance(step: Callable[[Any], Any], state: OptState) -> Any:
     """The state after one step of the moments, through any accumulation of gradients."""
     if not _waits(state):
         return step(state)
@@ -123,8 +124,8 @@ def _advance(step: Callable[[Any], Any], state: Any) -> Any:
 
 def decay_rates(
     inner: optax.GradientTransformationExtraArgs,
-    inner_state: Any,
-    cores: Any,
+    inner_state: OptState,
+    cores: PyTree,
     extra_args: dict[str, Any],
 ) -> tuple[Any, Any]:
     """Two states of the inner optimizer, one and two steps of gradient 1 from a fresh start.
@@ -133,14 +134,14 @@ def decay_rates(
     """
     ones = probes(cores, 1.0)
 
-    def step(state: Any) -> Any:
+    def step(state: OptState) -> Any:
         return inner.update(ones, state, ones, **extra_args)[1]
 
     after_one = _advance(step, _from_the_start(probe_state(inner, inner_state, cores)))
     return after_one, _advance(step, after_one)
 
 
-def outer_decay_rates(tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+def outer_decay_rates(tx: optax.GradientTransformation, params: Params) -> tuple[Any, Any]:
     """Like :func:`decay_rates`, of a whole optimizer: it sees one-element weights.
 
     Args:
@@ -154,7 +155,7 @@ def outer_decay_rates(tx: optax.GradientTransformation, params: Any) -> tuple[An
     outer = optax.with_extra_args_support(tx)
     ones = jax.tree.map(lambda x: jnp.ones((1,) * x.ndim, wide_dtype(x)), params)
 
-    def step(state: Any) -> Any:
+    def step(state: OptState) -> Any:
         return outer.update(ones, state, ones)[1]
 
     after_one = _advance(step, outer.init(ones))

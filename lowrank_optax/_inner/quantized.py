@@ -9,6 +9,7 @@ import optax
 
 from lowrank_optax._arrays.jaxpr import OnDemand, dependencies
 from lowrank_optax._arrays.rounding import from_codes, to_bfloat16, to_codes
+from lowrank_optax._arrays.tree import OptState, Params, Updates
 from lowrank_optax._checks import check_choice
 from lowrank_optax._inner.roles import FIRST
 from lowrank_optax._inner.sites import mirrors, sites
@@ -182,7 +183,7 @@ def quantized_moments(
             return dtype
         return jnp.dtype(jnp.int8 if role == FIRST else jnp.uint8)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: Params) -> OptState:
         state = inner.init(params)
         leaves, treedef = jax.tree.flatten(state)
         found = sites(state, mirrors(state, params, inner))
@@ -197,7 +198,9 @@ def quantized_moments(
         unflatten = jax.tree.unflatten
         return QuantizedState(count, unflatten(treedef, codes), unflatten(treedef, scales))
 
-    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update_fn(
+        updates: Updates, state: OptState, params: Params | None = None, **extra_args: Any
+    ) -> tuple[Updates, OptState]:
         count: Any = optax.safe_increment(state.quantized_count)
         update = lambda opened: inner.update(updates, opened, params, **extra_args)  # noqa: E731
         return _in_turns(update, state, count, 0)

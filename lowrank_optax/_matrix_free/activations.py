@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from lowrank_optax._arrays.contract import on_replicated
 from lowrank_optax._arrays.orthonormal import gram, orthonormalize, times
+from lowrank_optax._arrays.tree import Params
 from lowrank_optax._bases import find
 from lowrank_optax._checks import Rank, check_choice, check_rank
 from lowrank_optax._matrix_free.loss import CompactLoss
@@ -49,7 +50,7 @@ def _ordered(
 
 def activation_basis(
     loss_fn: Callable[[Any, Any], Any],
-    params: Any,
+    params: Params,
     batches: Iterable[Any],
     *,
     rank: Rank = 32,
@@ -121,7 +122,7 @@ def activation_basis(
         used.add(path)
 
     @jax.jit
-    def moments(params: Any, batch: Any, directions: list[Array]) -> list[Array]:
+    def moments(params: Params, batch: Any, directions: list[Array]) -> list[Array]:
         never = jnp.zeros([], bool)
         facts = (Tracking(), never, never, never)
         seen = [CompactTarget(target, Bases(), *facts) for target in plan.projections]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lowrank_optax._arrays.tree import OptState, Params
 from lowrank_optax._checks import choose
 from lowrank_optax._matrix_free.value_and_grad import compact_value_and_grad
 from lowrank_optax._memory.models import ModelShape
@@ -83,7 +84,7 @@ def make_loss(model: ModelShape, mesh: Mesh, remat: bool) -> Callable[[Any, jax.
         gated = jax.nn.silu(linear(h, mlp["gate_proj"])) * linear(h, mlp["up_proj"])
         return on_batch(x + linear(gated, mlp["down_proj"])), None
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+    def loss(params: Params, tokens: jax.Array) -> jax.Array:
         embedding = params["embed_tokens"]["embedding"]
         x = on_batch(embedding[tokens])
         body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
@@ -105,7 +106,7 @@ def make_step(
     update = optax.with_extra_args_support(tx).update
     full, compact = jax.value_and_grad(loss), compact_value_and_grad(loss)
 
-    def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def step(params: Params, opt_state: OptState, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         if matrix_free:
             value, grads, bases = compact(params, tokens, opt_state=opt_state)
             updates, opt_state = update(grads, opt_state, params, bases=bases)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from lowrank_optax._arrays.tree import Params
 from lowrank_optax._checks import choose
 
 
@@ -194,7 +195,7 @@ def abstract_params(model: ModelShape, dtype: Any = jnp.bfloat16) -> Any:
     return params
 
 
-def param_specs(params: Any) -> Any:
+def param_specs(params: Params) -> Any:
     """Partition specs for :func:`abstract_params` on mesh axes ``fsdp`` and ``tp``.
 
     Heads, the hidden axis and the vocabulary are split by ``tp``, the width by ``fsdp``.

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.orthonormal import gram, orthonormalize, times
+from lowrank_optax._arrays.tree import OptState
 from lowrank_optax._bases import find, storage
 from lowrank_optax._bases.schedule import NEVER
 from lowrank_optax._bases.state import TrackerState
@@ -173,7 +174,7 @@ def _carry_tracker(
 
 
 def carry_bases(
-    fresh: Any,
+    fresh: OptState,
     trackers: Sequence[TrackerState],
     old: Sequence[Place],
     steps: Any,

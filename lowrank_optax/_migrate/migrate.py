@@ -11,7 +11,7 @@ import optax
 from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import rebox, unbox
 from lowrank_optax._arrays.mesh import place_like
-from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._arrays.tree import OptState, Params, find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._migrate import bases, reencode
 from lowrank_optax._migrate.source import COUNTS, Biases, OldState
@@ -39,7 +39,7 @@ def _mismatch(given: Sequence[Place], expected: Sequence[Place]) -> str:
     return "" if extra is None else f"it has {_describe_array(got[extra])} at {extra!r}, unexpected"
 
 
-def _check(opt_state: Any, old_tx: Any, new_tx: Any, params: Any) -> None:
+def _check(opt_state: OptState, old_tx: Any, new_tx: Any, params: Params) -> None:
     for name, tx in (("old_tx", old_tx), ("new_tx", new_tx)):
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(
@@ -118,11 +118,11 @@ def _carry_moments(
         yield from ((number, moved[s.site.field]) for number, s in numbers.items())
 
 
-def _projections(state: Any) -> list[Projection]:
+def _projections(state: OptState) -> list[Projection]:
     return [p for t in find_states(state, TrackerState) for p in t.plan.projections]
 
 
-def _initial_hyperparams(old_tx: Any, params: Any) -> dict[str, Any]:
+def _initial_hyperparams(old_tx: Any, params: Params) -> dict[str, Any]:
     """What the old optimizer's injected hyperparameters were before anyone changed them."""
 
     @jax.jit  # which computes nothing else of the state
@@ -172,10 +172,10 @@ def _warn_about(fresh: Sequence[Place]) -> None:
 
 
 def migrate(
-    opt_state: Any,
+    opt_state: OptState,
     old_tx: optax.GradientTransformation,
     new_tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
 ) -> Any:
     r"""Carries an optimizer's state over to another optimizer for the same params.
 

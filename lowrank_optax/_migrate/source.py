@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from lowrank_optax._arrays.tree import Params
 from lowrank_optax._inner import carry, probe
 from lowrank_optax._inner.roles import SECOND
 from lowrank_optax._migrate.space import Place, places
@@ -56,7 +57,7 @@ class OldState:
 class Biases:
     """By what to scale squares of first moments, to compare them with second moments."""
 
-    def __init__(self, old: OldState, old_tx: Any, params: Any):
+    def __init__(self, old: OldState, old_tx: Any, params: Params):
         # For each node of the old state that has moments, what two steps of gradient 1 make of
         # each of its arrays: by field and weight.
         self._probed: dict[int, dict[tuple[str, str], tuple[Any, Any]]] = {}

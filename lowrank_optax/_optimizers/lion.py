@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowrank_optax._arrays.tree import OptState, Params, PyTree, Updates
 from lowrank_optax._subspace.lift import Lift
 
 
@@ -92,10 +93,12 @@ def lion_momentum(b1: float = 0.9, b2: float = 0.99) -> optax.GradientTransforma
         0.1
     """
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: Params) -> OptState:
         return LionMomentumState(optax.tree.zeros_like(params))
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+    def update_fn(
+        updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
         del params
 
         def mixed(b: float) -> Any:
@@ -117,7 +120,7 @@ def _signs(jaxpr: Any) -> set[tuple[int, ...]]:
     return found
 
 
-def _check_takes_no_sign(inner: Any, cores: Any) -> None:
+def _check_takes_no_sign(inner: optax.GradientTransformation | None, cores: PyTree) -> None:
     if inner is None:
         return
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cores)

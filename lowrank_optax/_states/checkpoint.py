@@ -3,10 +3,10 @@
 from typing import Any
 
 from lowrank_optax._arrays.boxes import unbox
-from lowrank_optax._arrays.tree import flatten_with_paths
+from lowrank_optax._arrays.tree import PyTree, flatten_with_paths
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     paths, leaves, _ = flatten_with_paths(tree)
     # Orbax describes what has no arrays, such as a masked position, by entries without a shape.
     shapes = [getattr(unbox(leaf), "shape", None) for leaf in leaves]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import is_box, rebox, unbox
 from lowrank_optax._arrays.mesh import Names, axis_names, fit, spec_of, spread
-from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._arrays.tree import Params, find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._bases.storage import packed_shape
 from lowrank_optax._inner.sites import Site, mirrors, sites
@@ -90,7 +90,7 @@ def _is_sharding(x: Any) -> bool:
     return x is None or isinstance(x, Sharding | PartitionSpec)
 
 
-def _shardings_of(params: Any, param_shardings: Any) -> list[Any]:
+def _shardings_of(params: Params, param_shardings: Any) -> list[Any]:
     """One sharding, partition spec or None for each leaf of params."""
     paths, leaves, _ = tree.flatten_with_paths(params)
     if param_shardings is None:
@@ -146,7 +146,7 @@ def _mesh_sizes(shardings: Sequence[Any]) -> tuple[Any, dict[str, int]]:
 
 
 def state_shardings(
-    tx: optax.GradientTransformation | optax.MultiSteps, params: Any, param_shardings: Any = None
+    tx: optax.GradientTransformation | optax.MultiSteps, params: Params, param_shardings: Any = None
 ) -> Any:
     """Where each array of an optimizer's state belongs, given where the parameters are.
 

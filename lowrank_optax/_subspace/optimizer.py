@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from lowrank_optax._arrays.tree import find_states, flatten
+from lowrank_optax._arrays.tree import OptState, Params, Updates, find_states, flatten
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._checks import check_choice
 from lowrank_optax._inner import carry
@@ -59,7 +59,7 @@ def subspace_optimizer(
     track = optax.with_extra_args_support(basis)
     optimizer = None if inner is None else optax.with_extra_args_support(inner)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: Params) -> OptState:
         tracker_state = track.init(params)
         tracker = _tracker_in(name, tracker_state)
         cores = zero_cores(tracker, params)
@@ -74,7 +74,9 @@ def subspace_optimizer(
             fidelity=empty_fidelity(tracker.plan) if metrics else None,
         )
 
-    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update_fn(
+        updates: Updates, state: OptState, params: Params | None = None, **extra_args: Any
+    ) -> tuple[Updates, OptState]:
         before = _tracker_in(name, state.tracker_state)
         given = extra_args.get("bases")
         inner_args = {key: value for key, value in extra_args.items() if key != "bases"}
@@ -134,7 +136,7 @@ def _check_transformation(name: str, argument: str, value: Any, such_as: str) ->
         )
 
 
-def _tracker_in(name: str, state: Any) -> TrackerState:
+def _tracker_in(name: str, state: OptState) -> TrackerState:
     states = find_states(state, TrackerState)
     if len(states) != 1:
         raise ValueError(
@@ -144,7 +146,7 @@ def _tracker_in(name: str, state: Any) -> TrackerState:
     return states[0]
 
 
-def _warn_of_signs(name: str, inner_state: Any) -> None:
+def _warn_of_signs(name: str, inner_state: OptState) -> None:
     """Warns if the inner optimizer is Lion."""
 
     def is_lion(node: Any) -> bool:

@@ -6,6 +6,7 @@ import jax
 import optax
 
 from lowrank_optax._arrays import tree
+from lowrank_optax._arrays.tree import OptState
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._inner.sites import mirrors, sites
 
@@ -21,8 +22,8 @@ class SubspaceState(NamedTuple):
     """
 
     tracker_state: Any
-    inner_state: Any
-    lift_state: Any
+    inner_state: OptState
+    lift_state: OptState
     fidelity: Any
 
     def on_cores(self) -> dict[str, list[Any]]:

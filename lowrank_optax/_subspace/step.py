@@ -16,7 +16,7 @@ from lowrank_optax._arrays.boxes import rebox, unbox
 from lowrank_optax._arrays.compact import Compact
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like
-from lowrank_optax._arrays.tree import PyTree, find_states, flatten, unflatten
+from lowrank_optax._arrays.tree import OptState, PyTree, find_states, flatten, unflatten
 from lowrank_optax._bases.extra_directions import ExtraDirections
 from lowrank_optax._bases.gradient import Gradient
 from lowrank_optax._bases.state import TrackerState
@@ -110,7 +110,7 @@ def _core(target: TargetStep, nonlinearity: Nonlinearity | None) -> Float[Array,
 
 
 def sketched(
-    targets: Sequence[TargetStep], lift_state: Any, count: Array, given: Any
+    targets: Sequence[TargetStep], lift_state: OptState, count: Array, given: Any
 ) -> list[TargetStep]:
     """The targets with this step's extra directions, where the lift's state asks for some.
 
@@ -153,7 +153,7 @@ def answered(
     targets: Sequence[TargetStep],
     optimizer: optax.GradientTransformationExtraArgs | None,
     cores: PyTree,
-    state: Any,
+    state: OptState,
     params: PyTree | None,
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, list[Decay | None], Any]:
@@ -193,7 +193,7 @@ def with_gains(
     targets: Sequence[TargetStep],
     optimizer: optax.GradientTransformationExtraArgs | None,
     cores: PyTree,
-    state: Any,
+    state: OptState,
     extra_args: dict[str, Any],
 ) -> list[TargetStep]:
     """The targets with the inner optimizer's answer to a gradient of 1."""
@@ -202,7 +202,7 @@ def with_gains(
 
 
 def lifted(
-    targets: Sequence[TargetStep], lift: Lift, lift_state: Any, scale: Any
+    targets: Sequence[TargetStep], lift: Lift, lift_state: OptState, scale: Any
 ) -> tuple[list[Array], Any]:
     """The full-sized update of each target, a scaled lift and unscaled decay; the lift's state."""
     outputs, lift_state = lift.update([_lift_input(t, lift) for t in targets], lift_state)
