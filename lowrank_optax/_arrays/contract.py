@@ -31,7 +31,7 @@ REFRESH_PRECISION = jax.lax.Precision.HIGHEST
 _TERMS = {STEP_PRECISION: 2, REFRESH_PRECISION: 3}
 
 
-def wide_dtype(*operands: Any) -> Any:
+def wide_dtype(*operands: Any) -> jnp.dtype:
     """The dtype to compute in: float32, or float64 if one of the arrays or dtypes is that.
 
     JAX's own ``result_type`` refuses to widen under strict promotion.

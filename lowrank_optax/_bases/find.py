@@ -4,8 +4,6 @@ Each takes the gradient of one target and returns an orthonormal basis of one si
 differ in cost by orders of magnitude and, on real gradients, hardly in what they capture.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -25,7 +23,7 @@ WARM_ITERATIONS = 1
 START_JITTER = 0.03
 
 
-def leaf_key(seed: int, count: Any, target: int) -> Array:
+def leaf_key(seed: int, count: jax.typing.ArrayLike, target: int) -> Array:
     """The PRNG key of one target at one step; trackers keep none in their state."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), target)
 

@@ -19,7 +19,7 @@ from lowrank_optax._arrays.boxes import unbox
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.sharing import map_sharing
-from lowrank_optax._arrays.tree import OptState, Params, Updates
+from lowrank_optax._arrays.tree import OptState, Params, PyTree, Updates
 from lowrank_optax._bases import find, storage
 from lowrank_optax._bases.gradient import Gradient
 from lowrank_optax._bases.schedule import NEVER, Counters, Schedule, subspace_overlap
@@ -205,7 +205,7 @@ def make_tracker(
         del params, extra_args
         plan, (leaves, _) = state.plan, tree.flatten(updates)
         plan.check_count(leaves, "updates")
-        count: Any = optax.safe_increment(state.tracker_count)
+        count = optax.safe_increment(state.tracker_count)
         if not plan.projections:
             return updates, state._replace(tracker_count=count)
         old = list(zip(state.stored(), state.stored_decoders(), strict=True))
@@ -221,7 +221,7 @@ def make_tracker(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def all_finite(arrays: Any) -> Bool[Array, ""]:
+def all_finite(arrays: PyTree) -> Bool[Array, ""]:
     """Whether every entry of every array of a tree is finite."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(arrays)]))
 

@@ -85,7 +85,7 @@ def batch_spec(mesh: Mapping[str, int]) -> tuple[str, ...] | None:
     return tuple(name for name in BATCH_AXES if name in mesh) or None
 
 
-def placed_params(setting: Setting, mesh: Any) -> Any:
+def placed_params(setting: Setting, mesh: Any) -> Params:
     """The weights as shapes with shardings on ``mesh``, an abstract one or one of devices."""
     params = abstract_params(setting.model, setting.param_dtype)
     sizes = dict(mesh.shape)
@@ -101,7 +101,7 @@ def placed_params(setting: Setting, mesh: Any) -> Any:
     return jax.tree.map(place, params, param_specs(params))
 
 
-def abstract_state(tx: optax.GradientTransformation, params: Params, moment_dtype: str) -> Any:
+def abstract_state(tx: optax.GradientTransformation, params: Params, moment_dtype: str) -> OptState:
     """The optimizer's state as shapes with shardings, moments in a dtype of their own."""
 
     def place(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

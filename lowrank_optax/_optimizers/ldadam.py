@@ -8,7 +8,7 @@ import optax
 from jaxtyping import Array
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.boxes import rebox, unbox
+from lowrank_optax._arrays.boxes import Leaf, rebox, unbox
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.tree import OptState, Params, PyTree, Updates, find_states
@@ -34,8 +34,8 @@ class ErrorFeedbackState(NamedTuple):
             ``optax.MaskedNode()`` elsewhere.
     """
 
-    subspace_state: Any
-    feedback: Any
+    subspace_state: PyTree
+    feedback: PyTree
 
 
 def _found(state: OptState) -> tuple[SubspaceState, TrackerState]:
@@ -115,7 +115,7 @@ def error_feedback(
         subspace_state = inner.init(params)
         _, tracker = _found(subspace_state)
         leaves, treedef = tree.flatten(params)
-        buffers: list[Any] = [None] * len(leaves)
+        buffers: list[Leaf] = [None] * len(leaves)
         for projection in tracker.plan.projections:
             weight = unbox(leaves[projection.index])
             buffers[projection.index] = place_like(jnp.zeros(weight.shape, dtype), weight)

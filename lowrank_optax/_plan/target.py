@@ -90,7 +90,7 @@ def as_target(entry: TargetLike, path: str) -> Target | None:
         ) from None
 
 
-def is_entry(x: Any) -> bool:
+def is_entry(x: object) -> bool:
     """Whether ``x`` is one leaf's entry in a pytree of them."""
     return x is None or isinstance(x, Target) or hasattr(x, "reduction_axis")
 

@@ -1,7 +1,5 @@
 """Telling before a restore whether a checkpoint holds the state of this optimizer."""
 
-from typing import Any
-
 from lowrank_optax._arrays.boxes import unbox
 from lowrank_optax._arrays.tree import PyTree, flatten_with_paths
 
@@ -13,7 +11,7 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     return {p: tuple(shape) for p, shape in zip(paths, shapes, strict=True) if shape is not None}
 
 
-def check_restorable(saved: Any, like: Any) -> None:
+def check_restorable(saved: PyTree, like: PyTree) -> None:
     """Raises unless a checkpoint has the leaves that a state has, in its shapes.
 
     Checkpoint libraries report a mismatch by shapes alone, or not at all. This one names the leaf,

@@ -3,14 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.boxes import unbox
+from lowrank_optax._arrays.boxes import Leaf, unbox
 from lowrank_optax._arrays.tree import Params, PyTree, find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._inner.sites import Site, kept_fields, mirrors, sites
@@ -93,7 +92,7 @@ class Description:
         return "\n".join([table(head, cells, left=len(head)), *self.notes])
 
 
-def _bytes(x: Any) -> int:
+def _bytes(x: Leaf) -> int:
     return math.prod(x.shape) * x.dtype.itemsize  # typed keys have no NumPy dtype
 
 

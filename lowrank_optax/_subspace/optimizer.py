@@ -129,7 +129,7 @@ def subspace_optimizer(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_transformation(name: str, argument: str, value: Any, such_as: str) -> None:
+def _check_transformation(name: str, argument: str, value: object, such_as: str) -> None:
     if value is not None and not (hasattr(value, "init") and hasattr(value, "update")):
         raise TypeError(
             f"{name}: {argument} must be a gradient transformation such as {such_as}, got {value!r}"
@@ -149,7 +149,7 @@ def _tracker_in(name: str, state: OptState) -> TrackerState:
 def _warn_of_signs(name: str, inner_state: OptState) -> None:
     """Warns if the inner optimizer is Lion."""
 
-    def is_lion(node: Any) -> bool:
+    def is_lion(node: object) -> bool:
         return type(node).__name__ == "ScaleByLionState"
 
     if any(map(is_lion, jax.tree.leaves(inner_state, is_leaf=is_lion))):

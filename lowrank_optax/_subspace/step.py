@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays.boxes import rebox, unbox
+from lowrank_optax._arrays.boxes import MaybeBox, rebox, unbox
 from lowrank_optax._arrays.compact import Compact
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like
@@ -72,13 +72,13 @@ class TargetStep(NamedTuple):
     gain: Array | None = None
 
 
-def bases_of(tracker: TrackerState, like: Sequence[Any]) -> list[Bases]:
+def bases_of(tracker: TrackerState, like: Sequence[MaybeBox]) -> list[Bases]:
     """The bases of each target in a tracker's state, where they are used."""
     pairs = zip(tracker.plan.projections, tracker.encoders(), strict=True)
     return [gathered(p, bases, unbox(like[p.index])) for p, bases in pairs]
 
 
-def tracked(tracker: TrackerState, updates: PyTree, like: Sequence[Any]) -> list[TargetStep]:
+def tracked(tracker: TrackerState, updates: PyTree, like: Sequence[MaybeBox]) -> list[TargetStep]:
     """The targets with their gradients and with the bases of now."""
     gradients = arrays(updates)
     tracker.plan.check_count(gradients, "updates")
