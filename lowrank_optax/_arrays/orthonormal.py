@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract, on_replicated
+from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract
+from lowrank_optax._arrays.factorize import inverse_factor
 
 
 def _labels(ndim: int) -> str:
@@ -38,24 +39,10 @@ def times(
     )
 
 
-def _inverse_factor(squares: Float[Array, "*batch r r"]) -> Float[Array, "*batch r r"]:
-    """``L⁻ᵀ`` of a positive definite matrix ``L Lᵀ``."""
-    factor = jnp.linalg.cholesky(squares)
-    identity = jnp.eye(squares.shape[-1], dtype=squares.dtype)
-    root = jax.scipy.linalg.solve_triangular(
-        factor, jnp.broadcast_to(identity, factor.shape), lower=True
-    )
-    return jnp.swapaxes(root, -1, -2)
-
-
 def inverse(squares: Float[Array, "*batch r r"]) -> Float[Array, "*batch r r"]:
     """The inverse of a positive definite ``r x r`` matrix, on every device."""
-
-    def by_cholesky(squares: Array) -> Array:
-        root = _inverse_factor(squares)
-        return jnp.matmul(root, jnp.swapaxes(root, -1, -2), precision=REFRESH_PRECISION)
-
-    return on_replicated(by_cholesky, squares)
+    root = inverse_factor(squares)
+    return jnp.matmul(root, jnp.swapaxes(root, -1, -2), precision=REFRESH_PRECISION)
 
 
 def dual(basis: Float[Array, "*rows r"], batch_ndim: int = 0) -> Float[Array, "*rows r"]:
@@ -115,7 +102,7 @@ def whiten(
 
     shift = eps * size + jnp.finfo(squares.dtype).tiny ** 0.5
     shifted = squares + shift[..., None, None] * identity
-    return times(y, on_replicated(_inverse_factor, shifted), batch_ndim)
+    return times(y, inverse_factor(shifted), batch_ndim)
 
 
 def orthonormalize(
