@@ -7,7 +7,7 @@ axis lives on a mesh.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ except ImportError:  # JAX 0.12 has dropped it, and has nothing in its place.
     shard_alike = None
 
 Array = jax.Array
+_Result = TypeVar("_Result")
 
 # Projections and lifts run at every step. HIGH is three bfloat16 passes on a TPU and TF32 on
 # a GPU: close to float32, at a cost that stays small beside the model's own products.
@@ -217,7 +218,7 @@ def _wide_einsum(
     return widened(*operands)
 
 
-def on_replicated(fn: Callable[[Array], Array], x: Array) -> Array:
+def on_replicated(fn: Callable[[Array], _Result], x: Array) -> _Result:
     """Applies a factorization to a small array, replicated on every device first.
 
     JAX refuses to factorize sharded operands on Explicit axes; the arrays that this

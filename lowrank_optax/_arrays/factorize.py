@@ -1,12 +1,13 @@
 """Factorizations of small matrices: every LAPACK call of this library is made here.
 
-On a CPU a stack of matrices is factorized one matrix after another. jaxlib 0.10 (of 0.10.2 and
-0.12.0 only the former) divides a batched LAPACK call into tasks for XLA's thread pool, and then
-waits for them on a thread of that same pool. Two such calls at once, of two stacks say, take both
-threads that a machine with two cores has; nobody is left to run the tasks, and the training step
-never returns. A call with one matrix has no tasks.
+On a CPU a stack of matrices is factorized one matrix after another. jaxlib 0.10 divides a batched
+LAPACK call into tasks for XLA's thread pool, and waits for them on a thread of that same pool. Two
+such calls at once, for two stacks say, hold both threads that a machine with two cores has: nobody
+is left to run the tasks, and a training step never returns. (Seen with jaxlib 0.10.2, not with
+0.12.0.) A call with one matrix has no tasks.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -36,22 +37,30 @@ def _unbatched_on_cpu(factorize: Callable[[Array], Any]) -> Callable[[Array], An
     keep the batched form.
     """
 
-    @custom_vmap
-    def of_stack(x: Array) -> Any:
+    def by_platform(x: Array) -> Any:
         if x.ndim == 2:
             return factorize(x)
-        in_loop = lambda x: _one_after_another(factorize, x)  # noqa: E731
+        in_loop = functools.partial(_one_after_another, factorize)
         return jax.lax.platform_dependent(x, cpu=in_loop, default=factorize)
 
     # JAX would vectorize the body of the loop, and so batch its calls again.
+    of_stack = custom_vmap(by_platform)
+
     @of_stack.def_vmap
-    def _with_one_more_axis(axis_size: int, in_batched: Any, x: Array) -> tuple[Any, Any]:
+    def with_one_more_axis(axis_size: int, in_batched: Any, x: Array) -> tuple[Any, Any]:
         results = on_replicated(of_stack, x)
         along = jax.tree.map(lambda y: place(y, [0] + [None] * (y.ndim - 1), x), results)
         return along, jax.tree.map(lambda y: True, results)
 
+    # A rule for vmap has no derivative. So under grad and vmap at once calls are batched after all.
+    differentiable = jax.custom_jvp(of_stack)
+
+    @differentiable.defjvp
+    def with_tangent(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        return jax.jvp(by_platform, primals, tangents)
+
     # Outside of jit too, it is compiled once for each shape.
-    compiled = jax.jit(of_stack)
+    compiled = jax.jit(differentiable)
     return lambda x: on_replicated(compiled, x)
 
 
