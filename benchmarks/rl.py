@@ -24,12 +24,12 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 
+import rl_experiment
+import rl_options
 from rich.console import Console
 
 import harness
 import rl
-import rl_experiment
-import rl_options
 
 CASES = {
     "paths": {

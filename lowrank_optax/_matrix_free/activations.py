@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays.contract import on_replicated
+from lowrank_optax._arrays import factorize
 from lowrank_optax._arrays.orthonormal import gram, orthonormalize, times
 from lowrank_optax._arrays.tree import Params
 from lowrank_optax._bases import find
@@ -39,12 +39,7 @@ def _ordered(
     batch_ndim: int,
 ) -> Float[Array, "*rows r"]:
     """An orthonormal basis of ``A Ω`` whose columns are principal directions, largest first."""
-
-    def descending(small: Array) -> Array:
-        return jnp.linalg.eigh(small)[1][..., ::-1]
-
-    small = gram(directions, images, batch_ndim)
-    vectors = on_replicated(descending, small)
+    vectors = factorize.eigenvectors(gram(directions, images, batch_ndim))
     return orthonormalize(times(images, vectors, batch_ndim), noise, batch_ndim)
 
 
