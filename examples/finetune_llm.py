@@ -24,19 +24,15 @@ import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
-import checkpoint_hf
-import llm_options
-import lora
 import lowrank_optax as lro
-import optimizers
-import placement
-import reporting
-import training
-from checkpointing import Checkpoints
-from decoder import DecoderConfig, functional
-from errors import UserError, exit_code
-from llm_experiment import Experiment, fingerprint, prepare
-from master_weights import apply_precision, seen_by_optimizer
+from huggingface import options, weights
+from huggingface.experiment import Experiment, fingerprint, prepare
+from model import lora
+from model.decoder import DecoderConfig, functional
+from model.master_weights import apply_precision, seen_by_optimizer
+from running import optimizers, placement, reporting, training
+from running.checkpointing import Checkpoints, nothing_to_resume
+from running.errors import UserError, exit_code
 
 
 def make_optimizer(
@@ -73,7 +69,7 @@ def load_params(experiment: Experiment) -> tuple[Any, Any]:
     shapes = jax.eval_shape(init, jax.random.key(0))
     mesh = experiment.mesh
     shardings = None if mesh is None else placement.param_shardings(mesh, shapes)
-    params = checkpoint_hf.load(experiment.directory, shapes, shardings)
+    params = weights.load(experiment.directory, shapes, shardings)
     if not model.lora_ranks:
         return params, {}
     init, _ = functional(model)
@@ -168,10 +164,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         checkpoints = Checkpoints(args.checkpoint, fingerprint(experiment))
         checkpoints.check(args.resume)
         if args.resume and checkpoints.latest is None:
-            raise UserError(
-                f"--resume finds no checkpoint in '{args.checkpoint}': name the directory of an "
-                "earlier run, or leave --resume out"
-            )
+            raise nothing_to_resume(args.checkpoint)
     start, state, frozen, tx, shardings = start_or_resume(experiment, checkpoints)
     if start > experiment.steps:
         raise UserError(
@@ -224,7 +217,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     if args.export is not None:
         params = lora.join(result.params, frozen)
         params = lora.merge(params, experiment.model.lora_alpha)
-        checkpoint_hf.export(args.export, params, experiment.directory, overwrite=args.overwrite)
+        weights.export(args.export, params, experiment.directory, overwrite=args.overwrite)
         say.line(f"exported to {args.export}")
 
 
@@ -275,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 2 for what the user has to put right, 130 after Ctrl-C.
     """
     return exit_code(
-        "finetune_llm", lambda: run(llm_options.make_parser(__doc__).parse_args(argv), Console())
+        "finetune_llm", lambda: run(options.make_parser(__doc__).parse_args(argv), Console())
     )
 
 

@@ -21,17 +21,13 @@ import jax
 import optax
 from rich.console import Console
 
-import data
 import lowrank_optax as lro
-import optimizers
-import options
-import reporting
-import training
-from arguments import log_path
-from checkpointing import Checkpoints
-from decoder import DecoderConfig, functional, next_token_loss
-from errors import UserError, exit_code
-from placement import Placement
+from model.decoder import DecoderConfig, functional, next_token_loss
+from running import data, optimizers, options, reporting, training
+from running.arguments import by_name, log_path
+from running.checkpointing import Checkpoints, check_length, nothing_to_resume, open_runs
+from running.errors import UserError, exit_code
+from running.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +86,7 @@ def prepare(args: argparse.Namespace) -> Experiment:
         )
     except ValueError as error:
         raise UserError(f"--hidden, --heads, --kv-heads: {error}") from error
-    default, rates = optimizers.Options(), dict(args.lr)
+    default = optimizers.Options()
     return Experiment(
         args=args,
         corpus=corpus,
@@ -102,10 +98,9 @@ def prepare(args: argparse.Namespace) -> Experiment:
             weight_decay=args.weight_decay,
         ),
         warmup=min(20, args.steps // 10) if args.warmup is None else args.warmup,
-        peaks={
-            name: rates.get(name, rates.get(None, optimizers.RECIPES[name].learning_rate))
-            for name in args.optimizer
-        },
+        peaks=by_name(
+            args.lr, {name: optimizers.RECIPES[name].learning_rate for name in args.optimizer}
+        ),
     )
 
 
@@ -144,19 +139,10 @@ def open_checkpoints(experiment: Experiment) -> dict[str, Checkpoints]:
         UserError: if a run would be mixed with another, or there is nothing to resume.
     """
     args = experiment.args
-    if args.checkpoint is None:
-        return {}
-    opened = {
-        name: Checkpoints(args.checkpoint / name, fingerprint(experiment, name))
-        for name in args.optimizer
-    }
-    for checkpoints in opened.values():
-        checkpoints.check(args.resume)
+    configs = {name: fingerprint(experiment, name) for name in args.optimizer}
+    opened = open_runs(args.checkpoint, configs, args.resume)
     if args.resume and all(checkpoints.latest is None for checkpoints in opened.values()):
-        raise UserError(
-            f"--resume finds no checkpoint of {' or '.join(opened)} in '{args.checkpoint}': name "
-            "the directory of an earlier run, or leave --resume out"
-        )
+        raise nothing_to_resume(args.checkpoint, opened)
     return opened
 
 
@@ -260,11 +246,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             if saved is not None:
                 stack.enter_context(saved)
             start, state = restore_or_init(saved, init, tx, args.seed, shardings)
-            if start > args.steps:
-                raise UserError(
-                    f"the checkpoint of {name} has seen {start} steps, more than --steps "
-                    f"{args.steps}: ask for more of them"
-                )
+            check_length(name, start, args.steps, "steps")
             observer = reporting.Reporter(name, start, args.steps, console, logs[name])
             results[name] = training.train(
                 state,

@@ -20,18 +20,17 @@ import optax
 from rich.console import Console
 
 import lowrank_optax as lro
-import rl_options
-import rl_reporting
-from arguments import log_path
-from checkpointing import Checkpoints
-from decoder import Params
-from errors import UserError, exit_code
+from model.decoder import Params
 from monitor import Monitor, Thresholds
-from rl_experiment import Experiment, open_checkpoints, prepare, supervise
-from rl_learning import make_iteration, make_scorer
-from rl_optimizers import RECIPES
-from rl_training import learn, start_run
-from training import count_bytes
+from reinforcement import options, reporting
+from reinforcement.experiment import Experiment, open_checkpoints, prepare, supervise
+from reinforcement.learning import make_iteration, make_scorer
+from reinforcement.optimizers import RECIPES
+from reinforcement.training import learn, start_run
+from running.arguments import log_path
+from running.checkpointing import Checkpoints, check_length
+from running.errors import exit_code
+from running.training import count_bytes
 
 SCORED_ANSWERS = 1000
 """About how many answers to held-out prompts a score is the mean of."""
@@ -43,7 +42,7 @@ def run_one(
     reference: Params,
     saved: Checkpoints | None,
     console: Console,
-) -> rl_reporting.Result:
+) -> reporting.Result:
     """Trains with one optimizer.
 
     Args:
@@ -67,19 +66,13 @@ def run_one(
         return tx
 
     start = 0 if saved is None else saved.latest or 0
-    if start > args.iterations:
-        raise UserError(
-            f"the checkpoint of {name} has seen {start} iterations, more than --iterations "
-            f"{args.iterations}: ask for more of them"
-        )
+    check_length(name, start, args.iterations, "iterations")
     tx = experiment.make_optimizer(name, stages.at(max(start - 1, 0)))
     if saved is None or start == 0:
         state = start_run(reference, tx, args.kl)
     else:
         _, state = saved.restore(jax.eval_shape(lambda p: start_run(p, tx, args.kl), reference))
-    reporter = rl_reporting.RewardReporter(
-        name, start, args.iterations, console, log_path(args, name)
-    )
+    reporter = reporting.RewardReporter(name, start, args.iterations, console, log_path(args, name))
     monitor = None
     if args.monitor_every and projected:
         thresholds = Thresholds(min_snr=args.min_snr or Thresholds.min_snr)
@@ -105,7 +98,7 @@ def run_one(
         )
 
 
-def run(experiment: Experiment, console: Console) -> dict[str, rl_reporting.Result]:
+def run(experiment: Experiment, console: Console) -> dict[str, reporting.Result]:
     """Trains with every optimizer in turn and prints the comparison.
 
     Args:
@@ -127,7 +120,7 @@ def run(experiment: Experiment, console: Console) -> dict[str, rl_reporting.Resu
             results[name] = run_one(experiment, name, reference, saved, console)
     adamw = experiment.make_optimizer("adamw", ())
     yardstick = count_bytes(jax.eval_shape(adamw.init, reference))
-    rl_reporting.print_results(console, results, yardstick)
+    reporting.print_results(console, results, yardstick)
     return results
 
 
@@ -141,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 2 for what the user has to put right, 130 after Ctrl-C.
     """
     return exit_code(
-        "rl", lambda: run(prepare(rl_options.make_parser(__doc__).parse_args(argv)), Console())
+        "rl", lambda: run(prepare(options.make_parser(__doc__).parse_args(argv)), Console())
     )
 
 

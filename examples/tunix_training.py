@@ -11,6 +11,7 @@ answers that consist of digits.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +25,40 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 from rich.console import Console
 from rich.table import Table
+from tunix.models.qwen3 import model as qwen3
 from tunix.sft.peft_trainer import TrainingInput
 from tunix.sft.utils import build_positions_from_mask, make_causal_attn_mask
 
-import data
 import lowrank_optax as lro
-from arguments import Parser, count, count_or_zero, mesh_sizes, named_rate, rank
-from errors import UserError, exit_code
-from placement import make_mesh
-from training import count_bytes
-from tunix_parts import Tokenizer, make_model, place_state, within
+from running import data
+from running.arguments import (
+    Parser,
+    add_batches,
+    add_learning_rates,
+    add_optimizers,
+    by_name,
+    check_micro_batches,
+    count,
+    count_or_zero,
+    mesh_sizes,
+    rank,
+)
+from running.errors import UserError, exit_code
+from running.placement import make_mesh
+from running.training import count_bytes
+
+MODEL = qwen3.ModelConfig(
+    num_layers=2,
+    vocab_size=256,
+    embed_dim=64,
+    hidden_dim=128,
+    num_heads=4,
+    head_dim=16,
+    num_kv_heads=2,
+    rope_theta=10_000,
+    norm_eps=1e-6,
+)
+"""A Qwen3 that a laptop trains; bytes are its tokens."""
 
 PROMPT, ANSWER = 8, 8
 """Tokens of a prompt, at most, and of an answer that GRPO samples."""
@@ -44,6 +69,94 @@ OPTIMIZERS: dict[str, tuple[float, Callable[[float, int | float], Any]]] = {
     "logra": (1e-2, lambda rate, rank: lro.logra_adamw(rate, rank)),
 }
 """Learning rates, and how to make an optimizer from a rate and a rank."""
+
+
+class Tokenizer:
+    """Bytes, with control characters that text does not have as marks; what tunix asks for."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """Bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        """Text of bytes, marks left out."""
+        return bytes(i for i in ids if i > self.eos_id()).decode(errors="replace")
+
+    def pad_id(self) -> int:
+        """Fills up."""
+        return 0
+
+    def bos_id(self) -> int:
+        """Begins a text."""
+        return 1
+
+    def eos_id(self) -> int:
+        """Ends a text."""
+        return 2
+
+
+def make_model(seed: int, mesh: Mesh | None = None) -> qwen3.Qwen3:
+    """A model with random weights, placed as its own annotations say.
+
+    Args:
+        seed: of the weights.
+        mesh: with axes ``fsdp`` and ``tp``; ``None`` for one device.
+
+    Returns:
+        The model.
+    """
+
+    @nnx.jit
+    def create() -> qwen3.Qwen3:
+        model = qwen3.Qwen3(MODEL, rngs=nnx.Rngs(seed))
+        params = nnx.state(model, nnx.Param)
+        # tunix leaves MLPs at zero for a checkpoint to fill. From there they have no gradient.
+        leaves, treedef = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        leaves = [
+            jax.random.normal(key, leaf.shape, leaf.dtype) * 0.05 if leaf.ndim > 1 else leaf
+            for key, leaf in zip(keys, leaves, strict=True)
+        ]
+        params = jax.tree.unflatten(treedef, leaves)
+        if mesh is not None:
+            params = jax.lax.with_sharding_constraint(params, nnx.get_partition_spec(params))
+        nnx.update(model, params)
+        return model
+
+    with within(mesh):
+        return create()
+
+
+@contextlib.contextmanager
+def within(mesh: Mesh | None) -> Iterator[None]:
+    """The context from which tunix reads the mesh; `jax.set_mesh` does not reach it."""
+    with contextlib.ExitStack() as stack:
+        if mesh is not None:
+            stack.enter_context(mesh)
+        yield
+
+
+def place_state(trainer: tunix.PeftTrainer) -> None:
+    """Tells tunix where the optimizer's state belongs. It moves it there before the first step.
+
+    By itself tunix follows the annotations of the state, which mirror those of the weights: a core
+    lies on one of the two mesh axes of its weight and is repeated along the other. Here it is
+    divided along both, so that a device holds its share of the state and no more.
+
+    Args:
+        trainer: that has not trained yet; for GRPO, ``RLCluster.actor_trainer``.
+    """
+    optimizer = trainer.optimizer
+    shardings = lro.state_shardings(optimizer.tx, nnx.state(trainer.model, nnx.Param))
+
+    def annotate(variable: nnx.Variable, sharding: Any) -> None:
+        spec = getattr(sharding, "spec", None)  # none on a single device
+        if spec is not None:
+            variable.set_metadata(out_sharding=tuple(spec))
+
+    jax.tree.map(
+        annotate, optimizer.opt_state, shardings, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,26 +312,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--trainer", choices=TRAINERS, default="sft", help="tunix's (%(default)s)")
-    add(
-        "--optimizer",
-        nargs="+",
-        choices=OPTIMIZERS,
-        default=["adamw", "galore"],
-        metavar="NAME",
-        help=f"one or more of {', '.join(OPTIMIZERS)}, trained in turn (adamw galore)",
-    )
+    add_optimizers(add, OPTIMIZERS, ["adamw", "galore"])
     add("--rank", type=rank, default=0.25, help="or share of the smaller side (%(default)s)")
-    add(
-        "--lr",
-        type=named_rate(OPTIMIZERS),
-        nargs="+",
-        default=[],
-        metavar="LR",
-        help="learning rate; NAME=LR sets one optimizer's (each one's own)",
-    )
+    add_learning_rates(add, OPTIMIZERS)
     add("--steps", type=count, default=40, help="updates (%(default)s)")
-    add("--batch-size", type=count, default=8, help="windows or prompts an update (%(default)s)")
-    add("--accumulate", type=count, default=1, help="micro-batches an update (%(default)s)")
+    add_batches(add, "windows or prompts")
     add("--seq-len", type=count, default=64, help="bytes a window, SFT (%(default)s)")
     add("--generations", type=count, default=8, help="answers a prompt, GRPO (%(default)s)")
     add("--mesh", type=mesh_sizes, metavar="AXIS=SIZE,...", help="fsdp and tp (one device)")
@@ -237,11 +335,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Result]:
     Returns:
         What came of it, by optimizer.
     """
-    if args.batch_size % args.accumulate:
-        raise UserError(
-            f"--batch-size {args.batch_size} does not divide into --accumulate {args.accumulate} "
-            "equal micro-batches: change one of them"
-        )
+    check_micro_batches(args)
     if args.generations < 2:
         raise UserError("--generations 1 leaves nothing to compare an answer with: take 2 or more")
     mesh = None
@@ -254,10 +348,11 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Result]:
     params = nnx.state(nnx.eval_shape(lambda: make_model(args.seed)), nnx.Param)
     adamw = accumulated(optax.adamw(1.0), args.accumulate)
     adamw_bytes = count_bytes(jax.eval_shape(adamw.init, params))
-    rates, results = dict(args.lr), {}
+    rates = by_name(args.lr, {name: rate for name, (rate, _) in OPTIMIZERS.items()})
+    results = {}
     for name in args.optimizer:
-        default, make = OPTIMIZERS[name]
-        tx = make(rates.get(name, rates.get(None, default)), args.rank)
+        _, make = OPTIMIZERS[name]
+        tx = make(rates[name], args.rank)
         if args.describe and name != "adamw":
             console.print(str(lro.describe(tx, params)), highlight=False, soft_wrap=True)
         results[name] = TRAINERS[args.trainer](args, tx, mesh)

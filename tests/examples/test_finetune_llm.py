@@ -12,14 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import chat_data
-import checkpoint_hf
 import finetune_llm
-import hf_config
-import packing
-import reporting
-import training
-from decoder import functional
+from huggingface import chat, packing, weights
+from huggingface.config import read_config
+from model.decoder import functional
+from running import reporting, training
 
 pytest.importorskip("torch", reason="the conformance extra")
 pytest.importorskip("transformers", reason="the conformance extra")
@@ -55,8 +52,8 @@ def read_log(path: pathlib.Path) -> list[dict]:
 
 
 def load(directory: pathlib.Path, dtype: str = "float32"):
-    init, apply = functional(hf_config.read_config(directory, param_dtype=dtype, dtype=dtype))
-    return checkpoint_hf.load(directory, jax.eval_shape(init, jax.random.key(0))), apply
+    init, apply = functional(read_config(directory, param_dtype=dtype, dtype=dtype))
+    return weights.load(directory, jax.eval_shape(init, jax.random.key(0))), apply
 
 
 def logits(directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
@@ -66,8 +63,8 @@ def logits(directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
 
 def answer_loss(root: pathlib.Path, directory: pathlib.Path) -> float:
     """The loss of a held-out answer's tokens, one text at a time, by transformers."""
-    tokenizer = chat_data.load_tokenizer(directory)
-    _, held_out = packing.hold_out(chat_data.read_examples(root / "chat.jsonl", tokenizer))
+    tokenizer = chat.load_tokenizer(directory)
+    _, held_out = packing.hold_out(chat.read_examples(root / "chat.jsonl", tokenizer))
     losses = []
     for example in held_out:
         logits = hf_models.logits_of(directory, example.tokens[None, :-1].astype(np.int64))[0]

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import finetune_lm
-import reporting
+from running import reporting
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = shlex.split(
@@ -132,7 +132,7 @@ def test_resuming_continues_bit_by_bit(text, finished, tmp_path, monkeypatch, ca
 # its name; while the configuration is being written.
 KILLS = {
     "in training": """
-import reporting
+from running import reporting
 observe = reporting.Reporter.step
 def step(self, number, metrics):
     observe(self, number, metrics)

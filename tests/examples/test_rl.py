@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 import rl
-import rl_experiment
-import rl_options
-import rl_reporting
+from reinforcement.experiment import prepare, supervise
+from reinforcement.options import make_parser
+from reinforcement.reporting import RewardReporter
 
 SMALL = shlex.split(
     "--layers 2 --hidden 48 --heads 2 --ffn 96 --supervised-steps 200 --rollouts 128 "
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "compile_once")
 
 
 def parse(*options: str) -> argparse.Namespace:
-    return rl_options.make_parser(None).parse_args(list(options))
+    return make_parser(None).parse_args(list(options))
 
 
 def lines(directory: pathlib.Path, name: str) -> list[dict[str, float]]:
@@ -43,8 +43,8 @@ def lines(directory: pathlib.Path, name: str) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def reference():
     """What supervised training on random walks leads to: about half of the possible reward."""
-    experiment = rl_experiment.prepare(parse(*SMALL))
-    return rl_experiment.supervise(experiment, None, Console(file=io.StringIO()))
+    experiment = prepare(parse(*SMALL))
+    return supervise(experiment, None, Console(file=io.StringIO()))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def improve(reference, tmp_path):
 
     def run(name: str, *options: str):
         log = tmp_path / str(len(list(tmp_path.iterdir())))
-        experiment = rl_experiment.prepare(parse(*SMALL, *options, "--log-dir", str(log)))
+        experiment = prepare(parse(*SMALL, *options, "--log-dir", str(log)))
         printed = io.StringIO()
         result = rl.run_one(experiment, name, reference, None, Console(file=printed))
         return result, lines(log, name), printed.getvalue()
@@ -122,7 +122,7 @@ def finished(tmp_path_factory) -> pathlib.Path:
 
 @pytest.mark.slow
 def test_resuming_between_stages_continues_bit_by_bit(finished, tmp_path, monkeypatch, capsys):
-    observe = rl_reporting.RewardReporter.step
+    observe = RewardReporter.step
 
     def interrupt(self, step, metrics):
         observe(self, step, metrics)
@@ -132,7 +132,7 @@ def test_resuming_between_stages_continues_bit_by_bit(finished, tmp_path, monkey
     places = ["--checkpoint", f"{tmp_path}/run", "--log-dir", f"{tmp_path}/log"]
     command = [*STAGED, *places]
     with monkeypatch.context() as patch:
-        patch.setattr(rl_reporting.RewardReporter, "step", interrupt)
+        patch.setattr(RewardReporter, "step", interrupt)
         assert rl.main(command) == 130
     assert capsys.readouterr().err == (
         "rl: interrupted after iteration 2 of 4; checkpoint saved, go on with --resume\n"

@@ -29,7 +29,6 @@ with warnings.catch_warnings():
     from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
 
-    import tunix_parts
     import tunix_training
 # Importing it changes how Flax makes variables, which is not for the other tests.
 flax.config.update("flax_always_shard_variable", EAGER)
@@ -49,7 +48,7 @@ pytestmark = [
 ]
 
 MODEL = dataclasses.replace(
-    tunix_parts.MODEL, num_layers=1, embed_dim=32, hidden_dim=64, head_dim=8
+    tunix_training.MODEL, num_layers=1, embed_dim=32, hidden_dim=64, head_dim=8
 )
 
 
@@ -60,7 +59,7 @@ def as_tunix_wants():
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     flax.config.update("flax_always_shard_variable", False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tunix_parts, "MODEL", MODEL)
+        patch.setattr(tunix_training, "MODEL", MODEL)
         yield
     flax.config.update("flax_always_shard_variable", EAGER)
     jax.config.update("jax_numpy_dtype_promotion", before)
@@ -91,7 +90,7 @@ def flat(tree):
 
 def moved(result):
     """By how much training moved each weight, from where the example starts."""
-    start = flat(nnx.state(tunix_parts.make_model(1), nnx.Param))
+    start = flat(nnx.state(tunix_training.make_model(1), nnx.Param))
     after = flat(nnx.state(result.trainer.model, nnx.Param))
     return {path: np.asarray(after[path], np.float64) - start[path] for path in start}
 
@@ -256,9 +255,9 @@ def test_the_code_of_the_page():
     args = tunix_training.make_parser().parse_args(SFT)
     names = {
         **{"tunix": tunix, "optax": optax, "lro": lro, "nnx": nnx},
-        "model": tunix_parts.make_model(0),
+        "model": tunix_training.make_model(0),
         "model_input": tunix_training.model_input,
-        "place_state": tunix_parts.place_state,
+        "place_state": tunix_training.place_state,
         "batches": tunix_training.batches(args),
     }
     for block in blocks:

@@ -54,7 +54,7 @@ def scale_names(tmp_path):
 
 def finetune_names(tmp_path):
     pytest.importorskip("flax")
-    spec = importlib.util.spec_from_file_location("lora", ROOT / "examples" / "lora.py")
+    spec = importlib.util.spec_from_file_location("lora", ROOT / "examples" / "model" / "lora.py")
     assert spec is not None
     assert spec.loader is not None
     lora = importlib.util.module_from_spec(spec)

@@ -1,0 +1,1 @@
+"""Fine-tuning Hugging Face models: checkpoints in and out, chat data, and the command line."""

@@ -1,0 +1,1 @@
+"""What every run needs: command line, data, optimizers, training loop, checkpoints and output."""
