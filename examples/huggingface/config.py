@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from model.decoder_config import DecoderConfig
+from model.config import DecoderConfig
 from model.rotary import RopeScaling
 from running.errors import UserError, one_line
 

@@ -14,7 +14,7 @@ from huggingface.options import check
 from huggingface.packing import PackedData, hold_out
 from huggingface.weights import check_export
 from model import lora
-from model.decoder_config import DecoderConfig
+from model.config import DecoderConfig
 from model.master_weights import PRECISIONS
 from running import optimizers, placement
 from running.errors import UserError

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from model.decoder_config import DecoderConfig as DecoderConfig
+from model.config import DecoderConfig as DecoderConfig
 from model.lora import LoraLinear
 from model.rotary import rotary_tables, rotate
 

@@ -20,7 +20,8 @@ a small one and tend to a power iteration for a large one.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays.contract import STEP_PRECISION, wide_dtype
+from lowrank_optax._arrays.contract import STEP_PRECISION
+from lowrank_optax._arrays.norms import norm
 from lowrank_optax._arrays.orthonormal import gram, inverse, orthonormalize, times
 from lowrank_optax._plan.view import View, other
 
@@ -28,11 +29,7 @@ from lowrank_optax._plan.view import View, other
 def matrix_norms(matrix: Float[Array, "..."], view: View) -> Float[Array, "*batch"]:
     """The Frobenius norm of each matrix of a leaf; 1 where that is 0, so that it can divide."""
     axes = view.reduction_axes + view.output_axes
-    wide = matrix.astype(wide_dtype(matrix))
-    largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-    # Squares must neither overflow nor vanish.
-    unit = jnp.where(largest > jnp.finfo(wide.dtype).tiny * 4, largest, 1)
-    norms = jnp.sqrt(jnp.sum(jnp.square(wide / unit), axis=axes)) * jnp.squeeze(unit, axes)
+    norms = jnp.squeeze(norm(matrix, axes), axes)
     return jnp.where(norms > 0, norms, 1)
 
 

@@ -18,6 +18,7 @@ from lowrank_optax._plan.target import Table, as_target, is_entry, is_table
 from lowrank_optax._ranks import rules
 from lowrank_optax._ranks.plot import draw_decay
 from lowrank_optax._ranks.spectrum import METRICS, LeafSpectrum, SpectrumSum
+from lowrank_optax._text import table
 
 MODES = ("pooled", "per_batch")
 
@@ -99,7 +100,7 @@ class RankProbe:
 
     def __str__(self) -> str:
         head = ("leaf", "matrix", "rank", "of", "share", "σ at rank")
-        rows: list[tuple[str, ...]] = [head]
+        rows: list[tuple[str, ...]] = []
         for path, found in self.leaves.items():
             view = found.leaf.view
             stack = "".join(f"{size} x " for size in view.batch_shape)
@@ -115,16 +116,10 @@ class RankProbe:
                     f"{last:.1e}" if found.batches else "no gradient",
                 )
             )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
         asked = f"{self.energy:.2%} of the {_NOUNS[self.metric]}, {self.mode}"
-        return "\n".join([*lines, f"ranks hold {asked}, over {self.batches} batches"])
+        return "\n".join(
+            [table(head, rows, left=2), f"ranks hold {asked}, over {self.batches} batches"]
+        )
 
 
 _NOUNS = {"energy": "energy (Σσ²)", "nuclear": "nuclear norm (Σσ)"}

@@ -16,7 +16,7 @@ from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._inner.sites import Site, kept_fields, mirrors, sites
 from lowrank_optax._plan.view import OUTPUT, REDUCTION
 from lowrank_optax._subspace.state import SubspaceState
-from lowrank_optax._text import format_bytes
+from lowrank_optax._text import format_bytes, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Description:
 
     def __str__(self) -> str:
         head = ("leaf", "shape", "view", "side", "rank", "state", "adamw", "")
-        cells: list[tuple[str, ...]] = [head]
+        cells: list[tuple[str, ...]] = []
         for row in self.rows:
             rank = str(row.rank) if row.rank else "full"
             sizes = (format_bytes(row.state_bytes), format_bytes(row.adamw_bytes))
@@ -90,12 +90,7 @@ class Description:
         totals = (format_bytes(self.state_bytes), format_bytes(self.adamw_bytes))
         share = f"{self.state_bytes / self.adamw_bytes:.1%} of AdamW's"
         cells.append(("total", "", "", "", "", *totals, share))
-        widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([table(head, cells, left=len(head)), *self.notes])
 
 
 def _bytes(x: Any) -> int:

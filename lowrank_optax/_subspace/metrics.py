@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.norms import norm, unit
 from lowrank_optax._arrays.tree import find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._plan.plan import Plan
 from lowrank_optax._subspace.state import SubspaceState
+from lowrank_optax._text import table
 
 
 class Fidelity(NamedTuple):
@@ -62,16 +64,11 @@ def fidelity(
         cosine are 1, its distortion 0.
     """
     wide = wide_dtype(gradient)
-    largest = jnp.max(jnp.abs(gradient)).astype(wide)
-    zero = largest == 0
-    # Ratios of norms do not depend on the unit; this one keeps squares in range.
-    unit = jnp.where(zero, 1, largest)
-    g, c, a = (x.astype(wide) / unit for x in (gradient, core, approximation))
-
-    def norm(x):
-        return jnp.sqrt(jnp.sum(jnp.square(x)))
-
+    # Ratios of norms do not depend on the unit; this one keeps products in range.
+    scale = unit(gradient.astype(wide))
+    g, c, a = (x.astype(wide) / scale for x in (gradient, core, approximation))
     whole, kept, lost = norm(g), norm(a), norm(g - a)
+    zero = whole == 0
     safe = jnp.where(zero, 1, whole)
     floor = jnp.maximum(whole, kept) / _LARGEST_SNR
     distortion = jnp.where(zero, 0.0, lost / safe)
@@ -125,15 +122,7 @@ class Metrics:
             (path, *(f"{float(x):.4g}" for x in leaf), str(int(self.refreshes[path])))
             for path, leaf in self.leaves.items()
         ]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in [head, *rows]
-        ]
-        return "\n".join(lines)
+        return table(head, rows, left=1)
 
 
 def _worst(name: str, values: Array) -> Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.norms import unit
 from lowrank_optax._plan.view import View
 
 # In units of a channel's RMS; of Gaussian entries one in 370 is larger.
@@ -41,12 +42,6 @@ def _mean_squares(core: Array, view: View, sides: Sequence[str]) -> Array:
     return jnp.mean(jnp.square(core), axis=axes, keepdims=True)
 
 
-def _unit(x: Array) -> Array:
-    """A positive number to divide by, so that squares neither overflow nor vanish."""
-    largest = jnp.max(jnp.abs(x))
-    return jnp.where(largest > jnp.finfo(x.dtype).tiny * 4, largest, 1)
-
-
 def soft_clip(
     view: View, sides: Sequence[str], core: Float[Array, "..."], gradient: Array | None = None
 ) -> Float[Array, "..."]:
@@ -56,8 +51,8 @@ def soft_clip(
     size, and no entry leaves larger than s.
     """
     del gradient
-    unit = _unit(core)
-    limit = SOFT_CLIP_LIMIT * jnp.sqrt(_mean_squares(core / unit, view, sides)) * unit
+    scale = unit(core)
+    limit = SOFT_CLIP_LIMIT * jnp.sqrt(_mean_squares(core / scale, view, sides)) * scale
     return jnp.where(limit > 0, limit * jnp.tanh(core / jnp.where(limit > 0, limit, 1)), 0)
 
 
@@ -72,8 +67,8 @@ def wiener(
     """
     assert gradient is not None
     wide = gradient.astype(wide_dtype(gradient, core))
-    unit = _unit(wide)
-    g, c = wide / unit, core.astype(wide.dtype) / unit
+    scale = unit(wide)
+    g, c = wide / scale, core.astype(wide.dtype) / scale
     batch = len(view.batch_axes)
     whole = jnp.sum(jnp.square(g), axis=view.reduction_axes + view.output_axes)
     inside = jnp.sum(jnp.square(c), axis=tuple(range(batch, c.ndim)))

@@ -155,3 +155,27 @@ def test_what_cannot_hold_a_basis_is_refused():
     odd = lro.refresh_basis(3, dtype=jnp.int4)
     with pytest.raises(ValueError, match=r"'kernel': rank 3 is odd.*use an even rank, 4 say"):
         odd.init({"kernel": jnp.ones((8, 16))})
+
+
+def test_stored_bases_are_opened_once_a_step_and_the_old_ones_only_at_a_refresh():
+    """With `rotate` the old int8 bases were decoded at every step, for nothing but a refresh."""
+    params = {"w": normal(0, (64, 96))}
+    tx = lro.galore_project(
+        optax.scale(1.0), lro.refresh_basis(4, 10, dtype=jnp.int8, method="random")
+    )
+
+    def opened(jaxpr, inside=False):
+        """How many conversions of int8 bases to floats are outside of every branch."""
+        found = 0
+        for eqn in jaxpr.eqns:
+            kinds = {str(v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "dtype")}
+            found += eqn.primitive.name == "convert_element_type" and "int8" in kinds
+            if eqn.primitive.name == "cond":
+                continue
+            for value in jax.tree.leaves(list(eqn.params.values())):
+                inner = getattr(value, "jaxpr", value)
+                found += opened(inner) if hasattr(inner, "eqns") else 0
+        return found
+
+    state = tx.init(params)
+    assert opened(jax.make_jaxpr(tx.update)(params, state, params).jaxpr) == 1

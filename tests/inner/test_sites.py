@@ -23,7 +23,9 @@ def owners(tx, params=PARAMS, by_keys=False):
     """The weight, field and role of every array of a fresh state, by the array's name."""
     state = jax.eval_shape(tx.init, params)
     found = sites(state, mirrors(state, params, None if by_keys else tx))
-    return {site.name: (site.weight, site.field, site.role) for site in found if site.value is not None}
+    return {
+        site.name: (site.weight, site.field, site.role) for site in found if site.value is not None
+    }
 
 
 OPTIMIZERS = {

@@ -363,7 +363,30 @@ def test_map_params_and_the_state_that_it_returns():
     right, two = jax.jit(tx.update)(gradients, mapped, PARAMS)
     assert_close(left, right, rtol=0, atol=0)
     assert counts(one) == counts(two)
-    assert optax.tree.get(two, "plan").leaves == optax.tree.get(state, "plan").leaves
+    assert optax.tree.get(two, "plan") == optax.tree.get(state, "plan")
+
+
+def test_a_mapped_state_has_its_plan_and_needs_no_program_compiled_before():
+    """Its plan had no leaves: the next update failed, unless one was compiled already."""
+    tx = optax.chain(optax.clip(1.0), relaxed(lro.galore_adamw(0.1, 2, 2, metrics=True)))
+    state = tx.init(PARAMS)
+    mapped = optax.tree.map_params(tx, lambda x: x, state)
+    assert optax.tree.get(mapped, "plan") == optax.tree.get(state, "plan")
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+    jax.clear_caches()
+    updates, mapped = tx.update(random_like(PARAMS, 9), mapped, PARAMS)
+    assert np.linalg.matrix_rank(updates["w"]) == 2
+    assert lro.metrics(mapped).leaves.keys() == {
+        p.path for p in optax.tree.get(state, "plan").projections
+    }
+
+
+def test_mapping_what_is_no_parameter_reaches_the_plan_as_a_whole():
+    tx = lro.galore_adamw(0.1, 2)
+    state = tx.init(PARAMS)
+    seen = []
+    optax.tree.map_params(tx, lambda x: x, state, transform_non_params=seen.append)
+    assert any(other is state.tracker_state.plan for other in seen)
 
 
 # JAX
