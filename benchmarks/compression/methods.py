@@ -1,10 +1,12 @@
 """Ways to compress gradients or moments, each with what it makes of a gradient."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 import lowrank_optax as lro
@@ -37,12 +39,17 @@ def _rounded_moment(grads, before, after):
 def _projected(grads, before, after):
     del before
     tracker = after.tracker_state
-    leaves, treedef = jax.tree.flatten(grads)
-    pairs = zip(tracker.encoders(), tracker.decoders(), strict=True)
-    for index, (encoder, decoder) in zip(tracker.plan.targets, pairs, strict=True):
-        view = tracker.plan.leaves[index].view
-        leaves[index] = view.lift(view.project(leaves[index], encoder), decoder)
-    return grads, jax.tree.unflatten(treedef, leaves)
+    product = functools.partial(jnp.matmul, precision="highest")
+
+    def seen(gradient, reduction, output):
+        # A side without a basis holds no array.
+        if isinstance(reduction, jax.Array):
+            gradient = product(reduction, product(reduction.mT, gradient))
+        if isinstance(output, jax.Array):
+            gradient = product(product(gradient, output), output.mT)
+        return gradient
+
+    return grads, jax.tree.map(seen, grads, tracker.reduction_basis, tracker.output_basis)
 
 
 def scaled_table(width: int) -> dict[str, int]:
