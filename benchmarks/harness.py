@@ -5,9 +5,9 @@ and what is reported is the ratio of neighbours in time, with its spread over th
 other jobs compete for the cores, CPU seconds say more than wall seconds; both are kept.
 """
 
+import contextlib
 import dataclasses
-import functools
-import importlib.util
+import fcntl
 import json
 import os
 import pathlib
@@ -15,27 +15,20 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 
-EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
-
-@functools.cache
-def example(name: str) -> Any:
-    """A module of the examples, by path: their decoder has the name of the one here."""
-    if str(EXAMPLES) not in sys.path:  # behind this folder, for what the module imports
-        sys.path.append(str(EXAMPLES))
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+# The examples are scripts, which import each other from their folder. It comes last, so that
+# nothing there can take the place of a module that is found elsewhere.
+EXAMPLES = str(ROOT / "examples")
+if EXAMPLES not in sys.path:
+    sys.path.append(EXAMPLES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +64,38 @@ def timed(fn: Callable[[], object]) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     fn()
     return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """The command that runs a benchmark in another process, from the same folder as this one.
+
+    Args:
+        module: its name, such as that of ``__spec__``.
+        *arguments: its command line.
+        python: the interpreter.
+    """
+    return [python, "-m", module, *arguments]
+
+
+@contextlib.contextmanager
+def turn(path: pathlib.Path | None, alone: bool = False) -> Iterator[None]:
+    """Holds a lock while training: beside others, or alone where time is measured.
+
+    Who wants to be alone closes the gate, so that none enters while the others come to an end.
+
+    Args:
+        path: where the two lock files are; None for no lock.
+        alone: whether nobody may train at the same time.
+    """
+    if path is None:
+        yield
+        return
+    with path.with_suffix(".gate").open("w") as gate, path.open("w") as room:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:
+            fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
 
 
 def serve(tasks: dict[str, Callable[[], object]], about: dict[str, object]) -> None:
@@ -118,6 +143,17 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
+
+
+def peak_bytes(compiled: Any) -> int:
+    """What the compiler says that a step takes, packing included."""
+    sizes = compiled.memory_analysis()
+    return (
+        sizes.argument_size_in_bytes
+        + sizes.output_size_in_bytes
+        + sizes.temp_size_in_bytes
+        - sizes.alias_size_in_bytes
+    )
 
 
 def versions(*packages: str) -> str:

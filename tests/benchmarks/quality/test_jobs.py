@@ -2,7 +2,7 @@
 
 import pytest
 
-import quality_jobs as jobs
+from benchmarks.quality import claims, jobs
 
 ADAMW, MUON = ("adamw", ""), ("muon", "")
 
@@ -76,10 +76,10 @@ def test_an_own_small_stage_tunes_before_another_machine_does():
 
 def test_a_claim_of_a_process_that_died_is_void(tmp_path, monkeypatch):
     job = first({})
-    claims = jobs.Claims(tmp_path / "results.jsonl")
-    assert claims.take(job)
-    assert not jobs.Claims(tmp_path / "results.jsonl").take(job)
-    monkeypatch.setattr(jobs, "_alive", lambda process: False)
-    assert claims.take(job)
-    claims.drop(job)
+    mine = claims.Claims(tmp_path / "results.jsonl")
+    assert mine.take(job)
+    assert not claims.Claims(tmp_path / "results.jsonl").take(job)
+    monkeypatch.setattr(claims, "_alive", lambda process: False)
+    assert mine.take(job)
+    mine.drop(job)
     assert not list((tmp_path / "results.running").iterdir())

@@ -1,6 +1,6 @@
 """What happens to the loss when an optimizer is exchanged in the middle of a run.
 
-  python benchmarks/migration.py
+  python -m benchmarks.compression.migration
 
 The task of ``gradient_compression.py``. From one point of a run, training goes on three ways:
 with the optimizer as it was, with the new one and its migrated state, and with the new one from
@@ -13,14 +13,14 @@ import json
 import jax
 import optax
 
-import gradient_compression as lm
-import harness
 import lowrank_optax as lro
+from benchmarks import harness
+from benchmarks.compression.task import Size, make_task
 
 SHOWN = (1, 2, 5, 10, 20, 50)
 
 
-def exchanges(size: lm.Size, rate: float) -> dict[str, list]:
+def exchanges(size: Size, rate: float) -> dict[str, list]:
     """Name to the optimizers that follow each other."""
 
     def galore(targets, **options):
@@ -48,11 +48,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", type=lambda text: lm.Size(**json.loads(text)), default=lm.Size())
+    parser.add_argument("--size", type=lambda text: Size(**json.loads(text)), default=Size())
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--before", type=int, default=300, help="steps before an exchange")
     args = parser.parse_args()
-    init, loss, corpus = lm.task(args.size)
+    init, loss, corpus = make_task(args.size)
     windows = list(corpus.validation_batches(args.size.batch))
 
     def validate(params) -> float:

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import decoder
-import harness
 import lowrank_optax as lro
+from benchmarks import harness, plain_decoder
 
 NEVER = 10**9
 RATE = 1e-3
@@ -19,7 +18,7 @@ RATE = 1e-3
 def _targets(params, entry):
     """A tree with ``entry`` at each matrix of a block and None elsewhere."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: entry if decoder.is_block_matrix(str(path[-1].key)) else None, params
+        lambda path, _: entry if plain_decoder.is_block_matrix(str(path[-1].key)) else None, params
     )
 
 
@@ -65,10 +64,10 @@ def main() -> None:
     parser.add_argument("--size", type=json.loads, default={})
     parser.add_argument("--rank", type=int, default=128)
     args = parser.parse_args()
-    size = decoder.Size(**args.size)
-    params = jax.tree.map(jnp.asarray, decoder.init(size))
-    tokens = list(jnp.asarray(decoder.batches(size, 4)))
-    grads = [jax.jit(jax.grad(decoder.loss))(params, tokens[0])]
+    size = plain_decoder.Size(**args.size)
+    params = jax.tree.map(jnp.asarray, plain_decoder.init(size))
+    tokens = list(jnp.asarray(plain_decoder.batches(size, 4)))
+    grads = [jax.jit(jax.grad(plain_decoder.loss))(params, tokens[0])]
 
     def make(every: int, full_step: bool) -> Task:
         tx = optimizer(args.contender, params, args.rank, every)
@@ -78,7 +77,7 @@ def main() -> None:
             return optax.apply_updates(params, updates), state
 
         def step(params, state, tokens):
-            return update(params, state, jax.grad(decoder.loss)(params, tokens))
+            return update(params, state, jax.grad(plain_decoder.loss)(params, tokens))
 
         return Task(step if full_step else update, tx, params, tokens if full_step else grads)
 

@@ -5,17 +5,18 @@ each; the rate with the best mean counts. Results are appended to a file of JSON
 in it is not run again: the benchmark can be stopped at any time, run in pieces, and by several
 processes.
 
-  python benchmarks/quality.py run --budget-minutes 60 --threads 1
-  python benchmarks/quality.py run --only sketched --only adamw
-  python benchmarks/quality.py plan
-  python benchmarks/quality.py report --plot benchmarks/quality.png
+  python -m benchmarks.quality.quality run --budget-minutes 60 --threads 1
+  python -m benchmarks.quality.quality run --only sketched --only adamw
+  python -m benchmarks.quality.quality plan
+  python -m benchmarks.quality.quality report --plot benchmarks/results/quality.png
 
 All runs of a contender train side by side in one program. On a GPU start several processes: most
 of their time goes into compiling. A CPU gains nothing from lanes, so there tune with one seed,
 about the best rates of ``quality.jsonl``:
 
-  python benchmarks/quality.py run --threads 1 --results benchmarks/quality_cpu.jsonl \
-      --tuned-on benchmarks/quality.jsonl --tuning-seeds 1 --stage large --only muon
+  python -m benchmarks.quality.quality run --threads 1 --tuning-seeds 1 \
+      --results benchmarks/results/quality_cpu.jsonl \
+      --tuned-on benchmarks/results/quality.jsonl --stage large --only muon
 
 Jobs come in a fixed order, the most telling first. Stages:
 
@@ -29,7 +30,7 @@ Jobs come in a fixed order, the most telling first. Stages:
 
     apt-get download dict-gcide && dpkg-deb -x dict-gcide_*.deb gcide
     zcat gcide/usr/share/dictd/gcide.dict.dz | head -c 24000000 | tail -c 4000000 > english.txt
-    python benchmarks/quality.py run --english english.txt
+    python -m benchmarks.quality.quality run --english english.txt
 """
 
 import argparse
@@ -38,12 +39,11 @@ import datetime
 import json
 import os
 import pathlib
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve().parent
+RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results"
 
 
 def limit_threads(threads: int, core: int | None) -> None:
@@ -59,7 +59,7 @@ def limit_threads(threads: int, core: int | None) -> None:
 
 def tasks(args: argparse.Namespace) -> dict[str, Any]:
     """The stages that can run."""
-    from quality_training import Task
+    from benchmarks.quality.training import Task
 
     small = Task(**args.task)
     changed = dataclasses.replace
@@ -77,7 +77,7 @@ def tasks(args: argparse.Namespace) -> dict[str, Any]:
 
 def following_jobs(results: dict[str, Any], stages: dict[str, Any], args: Any) -> Iterator[Any]:
     """What these arguments ask for that has not run."""
-    import quality_jobs as jobs
+    from benchmarks.quality import jobs
 
     tuned = jobs.load(args.tuned_on) if args.tuned_on else None
     return jobs.pending(results, stages, args.only, tuned, jobs.SEEDS[: args.tuning_seeds])
@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> None:
     """Runs pending jobs until none is left or the time is up."""
     import jax
 
-    import harness
-    import quality_jobs as jobs
-    import quality_training as training
+    from benchmarks import harness
+    from benchmarks.quality import jobs, training
+    from benchmarks.quality.claims import Claims
 
     # A stage that only differs in its text shares its programs with another.
     jax.config.update("jax_compilation_cache_dir", str(args.results.with_suffix(".cache")))
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
 
     stages = {n: t for n, t in tasks(args).items() if not args.stage or n in args.stage}
-    claims, deadline = jobs.Claims(args.results), time.monotonic() + 60 * args.budget_minutes
+    claims, deadline = Claims(args.results), time.monotonic() + 60 * args.budget_minutes
     lock = args.results.with_suffix(".lock")
     longest, failed = 0.0, set()
     while time.monotonic() + longest < deadline:
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     """Prints what would run next, as far as it is known."""
-    import quality_jobs as jobs
+    from benchmarks.quality import jobs
 
     results = jobs.load(args.results)
     following = list(following_jobs(results, tasks(args), args))
@@ -161,8 +161,8 @@ def plan(args: argparse.Namespace) -> None:
 
 def report(args: argparse.Namespace) -> None:
     """Prints a table for each stage and draws the plot."""
-    import quality_jobs as jobs
-    import quality_report
+    from benchmarks.quality import jobs
+    from benchmarks.quality import report as tables
 
     results = jobs.load(args.results)
     stages = ("small", "long", "large", "regularized", "english")
@@ -173,10 +173,10 @@ def report(args: argparse.Namespace) -> None:
     for stage, rows in found.items():
         if rows:
             times = jobs.step_times(results)
-            print(f"## {stage}\n\n{quality_report.stage_table(rows, times)}\n")
+            print(f"## {stage}\n\n{tables.stage_table(rows, times)}\n")
     if args.plot:
         drawn = {stage: rows for stage, rows in found.items() if len(rows) > 3}
-        quality_report.draw(drawn, args.plot)
+        tables.draw(drawn, args.plot)
 
 
 def main() -> None:
@@ -185,7 +185,10 @@ def main() -> None:
     )
     parser.add_argument("command", choices=["run", "plan", "report"])
     parser.add_argument(
-        "--results", type=pathlib.Path, default=HERE / "quality.jsonl", help="file of JSON lines"
+        "--results",
+        type=pathlib.Path,
+        default=RESULTS / "quality.jsonl",
+        help="file of JSON lines",
     )
     parser.add_argument("--only", action="append", default=[], help="a contender; may be repeated")
     parser.add_argument("--stage", action="append", default=[], help="a stage; may be repeated")
@@ -212,7 +215,6 @@ def main() -> None:
     )
     parser.add_argument("--plot", type=pathlib.Path, help="where to draw the plot")
     args = parser.parse_args()
-    sys.path.insert(0, str(HERE))
     limit_threads(args.threads, args.core)
     {"run": run, "plan": plan, "report": report}[args.command](args)
 

@@ -9,8 +9,8 @@ Contenders take turns in one process, on the same model, tokens and targets:
   adapters;
 - ``forward + backward``: full gradients, no optimizer.
 
-  python benchmarks/matrix_free.py
-  python benchmarks/matrix_free.py --tokens 1024 --rank 128 --rounds 9 --json times.json
+  python -m benchmarks.speed.matrix_free
+  python -m benchmarks.speed.matrix_free --tokens 1024 --rank 128 --rounds 9 --json times.json
 """
 
 import argparse
@@ -24,9 +24,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import decoder
-import harness
 import lowrank_optax as lro
+from benchmarks import harness, plain_decoder
 
 # A refresh is a matter of the interval, not of the step; it is measured apart.
 NEVER = 10**9
@@ -35,7 +34,7 @@ RATE = 1e-3
 
 def _is_block_matrix(params):
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: decoder.is_block_matrix(str(path[-1].key)), params
+        lambda path, _: plain_decoder.is_block_matrix(str(path[-1].key)), params
     )
 
 
@@ -44,11 +43,11 @@ def make_step(contender: str, params, rank: int, every: int):
     matrices = _is_block_matrix(params)
     targets = jax.tree.map(lambda wanted: lro.Target(rank) if wanted else None, matrices)
     galore = functools.partial(lro.galore_adamw, RATE, rank, every, targets=targets)
-    full = jax.value_and_grad(decoder.loss)
+    full = jax.value_and_grad(plain_decoder.loss)
 
     if contender == "galore, matrix-free":
         tx = galore()
-        compact = lro.compact_value_and_grad(decoder.loss)
+        compact = lro.compact_value_and_grad(plain_decoder.loss)
 
         def step(params, state, tokens):
             _, grads, bases = compact(params, tokens, opt_state=state)
@@ -65,7 +64,7 @@ def make_step(contender: str, params, rank: int, every: int):
                 frozen = jax.tree.map(
                     lambda x, wanted: jax.lax.stop_gradient(x) if wanted else x, params, matrices
                 )
-                return decoder.loss(frozen, tokens)
+                return plain_decoder.loss(frozen, tokens)
 
             grads = jax.grad(loss)(params)
             updates, state = tx.update(grads, state, params)
@@ -106,11 +105,11 @@ CONTENDERS = (
 class Contender:
     """A compiled, donating step that goes on and on."""
 
-    def __init__(self, name: str, size: decoder.Size, rank: int, every: int = NEVER):
-        params = jax.tree.map(jnp.array, decoder.init(size))
+    def __init__(self, name: str, size: plain_decoder.Size, rank: int, every: int = NEVER):
+        params = jax.tree.map(jnp.array, plain_decoder.init(size))
         tx, step = make_step(name, params, rank, every)
         state = jax.jit(tx.init)(params)
-        self.tokens = jnp.asarray(decoder.batches(size, 4))
+        self.tokens = jnp.asarray(plain_decoder.batches(size, 4))
         start = time.perf_counter()
         lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, self.tokens[0])
         self.trace_s = time.perf_counter() - start
@@ -150,7 +149,7 @@ class Case:
         return [*cells, f"{refresh:.1f}", f"{compile_ratio:.1f}"]
 
 
-def measure(tokens: int, rank: int, rounds: int, size: decoder.Size) -> Case:
+def measure(tokens: int, rank: int, rounds: int, size: plain_decoder.Size) -> Case:
     """Times all contenders in turn, ``rounds`` times."""
     length = min(tokens, 256)
     size = dataclasses.replace(size, batch=tokens // length, length=length)
@@ -182,7 +181,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
-    size = decoder.Size(width=args.width, hidden=args.width * 8 // 3 // 64 * 64, layers=args.layers)
+    size = plain_decoder.Size(
+        width=args.width, hidden=args.width * 8 // 3 // 64 * 64, layers=args.layers
+    )
     print(harness.versions("jax", "optax", "lowrank-optax"))
     print(f"width {size.width}, hidden {size.hidden}, layers {size.layers}, float32\n")
     cases = []

@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-import harness
+from benchmarks import harness
 
 _HEAD = (
     "optimizer",

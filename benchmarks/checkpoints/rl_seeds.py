@@ -1,9 +1,9 @@
 """Reinforcement learning with verifiable rewards: AdamW, GaLore and LoGRA over seeds.
 
-  python benchmarks/rl.py                             # both tasks, three seeds
-  python benchmarks/rl.py --tasks paths --seeds 0 1 2 3 4
-  python benchmarks/rl.py --budget-minutes 30         # starts nothing new after half an hour
-  python benchmarks/rl.py --table                     # only prints what there is
+  python -m benchmarks.checkpoints.rl_seeds                      # both tasks, three seeds
+  python -m benchmarks.checkpoints.rl_seeds --tasks paths --seeds 0 1 2 3 4
+  python -m benchmarks.checkpoints.rl_seeds --budget-minutes 30  # starts nothing after that
+  python -m benchmarks.checkpoints.rl_seeds --table              # only prints what there is
 
 Each run adds one JSON line to ``--out``, and runs that are there already are not repeated: stop
 it whenever you like and start it again. The runs of one seed start from the same supervised
@@ -16,20 +16,16 @@ import json
 import pathlib
 import pickle
 import statistics
-import sys
 import time
 
 import jax
 import jax.numpy as jnp
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
-
-import rl_experiment
-import rl_options
 from rich.console import Console
 
-import harness
-import rl
+from benchmarks import harness
+from reinforcement import experiment as experiments
+from reinforcement import options as command_line
+from rl import run_one
 
 CASES = {
     "paths": {
@@ -54,20 +50,20 @@ CASES = {
 """By task and name, the options of `examples/rl.py`."""
 
 
-def prepare(task: str, seed: int, options: str, extra: list[str]) -> rl_experiment.Experiment:
+def prepare(task: str, seed: int, options: str, extra: list[str]) -> experiments.Experiment:
     words = ["--task", task, "--seed", str(seed), *options.split(), *extra]
-    return rl_experiment.prepare(rl_options.make_parser(None).parse_args(words))
+    return experiments.prepare(command_line.make_parser(None).parse_args(words))
 
 
-def supervised(experiment: rl_experiment.Experiment, folder: pathlib.Path, console: Console):
+def supervised(experiment: experiments.Experiment, folder: pathlib.Path, console: Console):
     """Parameters after supervised training, from the folder or made now."""
-    wanted = rl_experiment.supervised_fingerprint(experiment)
+    wanted = experiments.supervised_fingerprint(experiment)
     path = folder / f"{experiment.args.task}-{experiment.args.seed}.pickle"
     if path.exists():
         config, params = pickle.loads(path.read_bytes())
         if config == wanted:
             return jax.tree.map(jnp.asarray, params)
-    params = rl_experiment.supervise(experiment, None, console)
+    params = experiments.supervise(experiment, None, console)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps((wanted, jax.device_get(params))))
     return params
@@ -84,12 +80,12 @@ def read(path: pathlib.Path) -> list[dict]:
     return found
 
 
-def measure(experiment: rl_experiment.Experiment, reference, console: Console) -> dict:
+def measure(experiment: experiments.Experiment, reference, console: Console) -> dict:
     """Runs one case: what a line of the results holds."""
     (name,) = experiment.args.optimizer
     outcome = []
     wall, cpu = harness.timed(
-        lambda: outcome.append(rl.run_one(experiment, name, reference, None, console))
+        lambda: outcome.append(run_one(experiment, name, reference, None, console))
     )
     (result,) = outcome
     return {

@@ -7,17 +7,16 @@ import math
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-import decoder
-import harness
+from benchmarks import harness, plain_decoder
 
 NEVER = 10**9
 RATE = 1e-3
 
 
 class Decoder:
-    """:func:`decoder.loss` on torch parameters, whose matrices are ``(in, out)`` here too."""
+    """:func:`plain_decoder.loss` on torch parameters, whose matrices are ``(in, out)`` here too."""
 
-    def __init__(self, size: decoder.Size):
+    def __init__(self, size: plain_decoder.Size):
         def parameter(tree):
             if isinstance(tree, dict):
                 return {name: parameter(value) for name, value in tree.items()}
@@ -25,9 +24,9 @@ class Decoder:
                 return [parameter(value) for value in tree]
             return torch.nn.Parameter(torch.tensor(tree))
 
-        self.params = parameter(decoder.init(size))
+        self.params = parameter(plain_decoder.init(size))
         blocks = self.params["blocks"]
-        self.matrices = [block[name] for block in blocks for name in decoder.MATRICES]
+        self.matrices = [block[name] for block in blocks for name in plain_decoder.MATRICES]
         self.others = [block[name] for block in blocks for name in ("norm1", "norm2")]
         self.others += [self.params[name] for name in ("embedding", "norm", "lm_head")]
 
@@ -36,7 +35,7 @@ class Decoder:
         norm = lambda x, scale: F.rms_norm(x, x.shape[-1:], scale, 1e-6)  # noqa: E731
         x = self.params["embedding"][tokens[:, :-1]]
         batch, length, width = x.shape
-        heads = (batch, length, width // decoder.HEAD_DIM, decoder.HEAD_DIM)
+        heads = (batch, length, width // plain_decoder.HEAD_DIM, plain_decoder.HEAD_DIM)
         for block in self.params["blocks"]:
             y = norm(x, block["norm1"])
             q, k, v = ((y @ block[name]).view(heads).transpose(1, 2) for name in "qkv")
@@ -67,9 +66,9 @@ def main() -> None:
     parser.add_argument("--size", type=json.loads, default={})
     parser.add_argument("--rank", type=int, default=128)
     args = parser.parse_args()
-    size = decoder.Size(**args.size)
+    size = plain_decoder.Size(**args.size)
     model = Decoder(size)
-    tokens = torch.tensor(decoder.batches(size, 4)).long()
+    tokens = torch.tensor(plain_decoder.batches(size, 4)).long()
     turn = 0
 
     def task(every: int, full_step: bool):

@@ -1,37 +1,29 @@
 """The table over seeds is written line by line and goes on where it stopped."""
 
-import importlib.util
 import json
-import pathlib
-import sys
 
 import jax
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from benchmarks.checkpoints import rl_seeds
+
 TINY = (
     "--layers 1 --hidden 16 --heads 2 --ffn 24 --supervised-steps 2 --rollouts 16 --minibatches 2 "
     "--iterations 1"
 )
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
-    """The script `benchmarks/rl.py`, which has the name of the example that it runs."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("rl_benchmark", ROOT / "benchmarks" / "rl.py")
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """Scripts do not ask for strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
-        spec.loader.exec_module(module)
-        yield module
+        yield
 
 
-def test_lines_are_added_once(benchmark, tmp_path, capsys):
+def test_lines_are_added_once(tmp_path, capsys):
     out = tmp_path / "results" / "rl.jsonl"
     command = ["--tasks", "paths", "--cases", "adamw", "--out", str(out), "--extra", TINY]
-    benchmark.main([*command, "--seeds", "0"])
+    rl_seeds.main([*command, "--seeds", "0"])
     (record,) = (json.loads(line) for line in out.read_text().splitlines())
     assert {"task": "paths", "case": "adamw", "seed": 0}.items() <= record.items()
     assert {"before", "after", "to_0.9", "state_bytes", "wall_s", "cpu_s"} <= record.keys()
@@ -42,21 +34,21 @@ def test_lines_are_added_once(benchmark, tmp_path, capsys):
     with out.open("a") as file:
         file.write('{"task": "paths", "ca')  # a run that was killed while it wrote
     before = out.read_text()
-    benchmark.main([*command, "--seeds", "0", "1", "--budget-minutes", "0"])
+    rl_seeds.main([*command, "--seeds", "0", "1", "--budget-minutes", "0"])
     assert out.read_text() == before
     assert "the budget is spent" in capsys.readouterr().out
 
 
-def test_unknown_cases_name_the_known_ones(benchmark, capsys):
+def test_unknown_cases_name_the_known_ones(capsys):
     with pytest.raises(SystemExit):
-        benchmark.main(["--tasks", "paths", "--cases", "sgd"])
+        rl_seeds.main(["--tasks", "paths", "--cases", "sgd"])
     message = capsys.readouterr().err
     assert "'sgd' is none of" in message
     assert "'adamw'" in message
 
 
-def test_every_case_is_a_command_line(benchmark):
-    for task, cases in benchmark.CASES.items():
+def test_every_case_is_a_command_line():
+    for task, cases in rl_seeds.CASES.items():
         for options in cases.values():
-            experiment = benchmark.prepare(task, 0, options, [])
+            experiment = rl_seeds.prepare(task, 0, options, [])
             assert len(experiment.args.optimizer) == 1

@@ -7,9 +7,9 @@ compile stays in the table with its reason.
 
   pip install "jax[tpu]"     # for v5p and v6e
   pip install "jax[cuda12]"  # for h100, in an environment of its own
-  python benchmarks/memory.py --only v5p v6e
-  python benchmarks/memory.py --only h100
-  python benchmarks/memory.py --print
+  python -m benchmarks.memory.memory --only v5p v6e
+  python -m benchmarks.memory.memory --only h100
+  python -m benchmarks.memory.memory --print
 
 The contenders train the same model, with layers scanned and recomputed, bfloat16 weights and
 float32 moments:
@@ -27,7 +27,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import harness
+from benchmarks import harness
 from lowrank_optax._memory import compiler
 from lowrank_optax._memory.devices import DEVICES
 from lowrank_optax._memory.models import MODELS

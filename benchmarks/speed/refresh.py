@@ -1,8 +1,8 @@
 """What a basis refresh costs, and how much of the gradient its basis captures, by method.
 
-  python benchmarks/refresh.py                      # synthetic spectra, 512² to 2048²
-  python benchmarks/refresh.py --sizes 512 --sweep  # other numbers of iterations and jitters
-  python benchmarks/refresh.py --real 512           # gradients of a decoder in training
+  python -m benchmarks.speed.refresh                      # synthetic spectra, 512² to 2048²
+  python -m benchmarks.speed.refresh --sizes 512 --sweep  # other numbers of iterations and jitters
+  python -m benchmarks.speed.refresh --real 512           # gradients of a decoder in training
 
 A basis is judged by its energy ‖PᵀG‖² relative to the best that rank r can do, Σσᵢ² over the r
 largest singular values. Warm starts begin from the singular vectors of an earlier gradient,
@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import decoder
-import harness
+import lowrank_optax as lro
+from benchmarks import harness, plain_decoder
 from lowrank_optax._bases import find as methods
-from lowrank_optax._plan.view import REDUCTION, make_view
 
 Basis = jax.Array
+REDUCTION = "reduction"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,19 +69,21 @@ def synthetic_pair(size: int, decay: float, turn: float, seed: int = 0) -> Pair:
 
 def real_pairs(width: int, steps: tuple[int, int] = (50, 250)) -> list[Pair]:
     """Gradients of one decoder at two steps of its training by AdamW, on source code."""
-    size = decoder.Size(width, 2 * width, layers=2, vocabulary=256, batch=8, length=128)
-    params = jax.tree.map(jnp.asarray, decoder.init(size))
+    size = plain_decoder.Size(width, 2 * width, layers=2, vocabulary=256, batch=8, length=128)
+    params = jax.tree.map(jnp.asarray, plain_decoder.init(size))
     tx = optax.adamw(optax.linear_schedule(0.0, 1e-3, 20))
     state = tx.init(params)
-    tokens = decoder.batches(size, steps[1] + 1)
+    tokens = plain_decoder.batches(size, steps[1] + 1)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, tokens):
-        grads = jax.grad(decoder.loss)(params, tokens)
+        grads = jax.grad(plain_decoder.loss)(params, tokens)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    gradient = jax.jit(jax.grad(lambda blocks, rest, t: decoder.loss(rest | {"blocks": blocks}, t)))
+    gradient = jax.jit(
+        jax.grad(lambda blocks, rest, t: plain_decoder.loss(rest | {"blocks": blocks}, t))
+    )
     kept = []
     for turn, batch in enumerate(tokens):
         if turn in steps:
@@ -99,9 +101,14 @@ def real_pairs(width: int, steps: tuple[int, int] = (50, 250)) -> list[Pair]:
     return pairs
 
 
+def matrix_view(shape: tuple[int, ...]) -> lro.View:
+    """A weight read as one matrix."""
+    return lro.View(shape, batch_axes=(), reduction_axes=(0,), output_axes=(1,))
+
+
 def make_methods(shape: tuple[int, int], rank: int) -> dict[str, tuple[bool, functools.partial]]:
     """By name: whether the start is the old basis, and ``(gradient, start, key) -> basis``."""
-    view = make_view(shape, 0, 1)
+    view = matrix_view(shape)
 
     def refresh(gradient, start, key, *, method, first):
         return methods.new_basis(method, gradient, view, REDUCTION, start, key, jnp.asarray(first))
@@ -145,7 +152,7 @@ def compare(pair: Pair, rank: int, rounds: int, slow_rounds: int) -> dict[str, R
     """Times all methods in turns; those that cost seconds only ``slow_rounds`` times."""
     shape, key = pair.new.shape, jax.random.key(1)
     random = methods.random_basis(
-        jax.random.key(0), make_view(shape, 0, 1), REDUCTION, rank, jnp.dtype(jnp.float32)
+        jax.random.key(0), matrix_view(shape), REDUCTION, rank, jnp.dtype(jnp.float32)
     )
     gradient, warm_start = jnp.asarray(pair.new), jnp.asarray(pair.old_vectors[:, :rank])
     results, runs = {}, {}
@@ -195,7 +202,7 @@ def print_comparison(pair: Pair, rank: int, results: dict[str, Result]) -> None:
 
 def sweep(pair: Pair, rank: int) -> list[dict]:
     """Energy by number of iterations and jitter, from a cold and from a warm start."""
-    view = make_view(pair.new.shape, 0, 1)
+    view = matrix_view(pair.new.shape)
     gradient = jnp.asarray(pair.new)
     draw = functools.partial(
         methods.random_directions, view=view, side=REDUCTION, rank=rank, dtype=jnp.float32

@@ -3,7 +3,7 @@
 Each contender has a process of its own and trains the same decoder from the same start. They
 take turns, and each round compares every contender with the AdamW of its own framework.
 
-  python benchmarks/step_time.py --rounds 10 --json step_time.json
+  python -m benchmarks.speed.step_time --rounds 10 --json step_time.json
 
 Three things are timed: a train step (forward, backward, update; compiled with donation in JAX,
 eager in PyTorch), the update alone, and an update that refreshes every basis. The amortized
@@ -16,30 +16,30 @@ import json
 import pathlib
 import sys
 
-import harness
-from decoder import Size
+from benchmarks import harness
+from benchmarks.plain_decoder import Size
 
 EVERY = 200
 CLOCKS = ("wall", "cpu")
-HERE = pathlib.Path(__file__).parent
 # Contender: its worker, and the contender that it is compared with.
 CONTENDERS = {
-    "optax.adamw": ("step_time_jax.py", "optax.adamw"),
-    "lro.galore_adamw": ("step_time_jax.py", "optax.adamw"),
-    "optax.contrib.galore": ("step_time_jax.py", "optax.adamw"),
-    "torch.optim.AdamW": ("step_time_torch.py", "torch.optim.AdamW"),
-    "galore_torch": ("step_time_torch.py", "torch.optim.AdamW"),
+    "optax.adamw": ("benchmarks.speed.step_time_jax", "optax.adamw"),
+    "lro.galore_adamw": ("benchmarks.speed.step_time_jax", "optax.adamw"),
+    "optax.contrib.galore": ("benchmarks.speed.step_time_jax", "optax.adamw"),
+    "torch.optim.AdamW": ("benchmarks.speed.step_time_torch", "torch.optim.AdamW"),
+    "galore_torch": ("benchmarks.speed.step_time_torch", "torch.optim.AdamW"),
 }
 
 
 def start_workers(args) -> dict[str, harness.Worker]:
     workers = {}
     for name in args.contenders:
-        script, _ = CONTENDERS[name]
-        python = args.torch_python if "torch" in script else sys.executable
+        module, _ = CONTENDERS[name]
+        python = args.torch_python if "torch" in module else sys.executable
         options = ["--size", json.dumps(dataclasses.asdict(args.size)), "--rank", str(args.rank)]
         try:
-            workers[name] = harness.Worker([python, str(HERE / script), name, *options])
+            command = harness.command(module, name, *options, python=python)
+            workers[name] = harness.Worker(command)
         except RuntimeError as error:
             print(f"left out: {error}", file=sys.stderr)
     return workers

@@ -7,7 +7,6 @@ hardly longer than one.
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import pathlib
 import time
@@ -20,8 +19,12 @@ import numpy as np
 import optax
 
 import lowrank_optax as lro
-from contenders import CONTENDERS, Setting, is_matrix
-from harness import example
+from benchmarks import harness
+from benchmarks.quality.contenders import CONTENDERS, Setting, is_matrix
+from model import decoder
+from running import data
+from running.optimizers import make_schedule
+from running.training import count_bytes
 
 _VALIDATION = (4, 32)
 
@@ -52,9 +55,8 @@ class Task:
 
 
 @functools.cache
-def _corpus_of(path: str, length: int) -> Any:
+def _corpus_of(path: str, length: int) -> data.Corpus:
     """The text, cut into training and validation windows."""
-    data = example("data")
     text = pathlib.Path(path).read_bytes() if path else data.standard_library()
     return data.split(text, length)
 
@@ -106,11 +108,6 @@ def _merged(frozen: Any, trained: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, frozen, trained)
 
 
-def count_bytes(tree: Any) -> int:
-    """How many bytes the arrays of a pytree hold."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 class Lane:
     """One training run of a contender, as functions to compile.
 
@@ -122,15 +119,14 @@ class Lane:
 
     def __init__(self, name: str, task: Task, rank: int):
         self._contender, self._task, self._rank = CONTENDERS[name], task, rank
-        self._decoder = example("decoder")
-        config = self._decoder.DecoderConfig.tiny(
+        config = decoder.DecoderConfig.tiny(
             hidden_size=task.width,
             intermediate_size=3 * task.width,
             num_hidden_layers=task.layers,
             num_attention_heads=max(task.width // 32, 2),
             num_key_value_heads=max(task.width // 64, 1),
         )
-        self._init, self._apply = self._decoder.functional(config)
+        self._init, self._apply = decoder.functional(config)
 
     def _optimizer(self, rate: Any, params: Any) -> optax.GradientTransformationExtraArgs:
         setting = Setting(rate, self._rank, self._contender.every, self._task.decay)
@@ -141,7 +137,7 @@ class Lane:
 
     def _loss_of(self, params: Any, tokens: jax.Array) -> jax.Array:
         logits = self._apply(_stacked(params), tokens[:, :-1])
-        return self._decoder.next_token_loss(logits, tokens[:, 1:])
+        return decoder.next_token_loss(logits, tokens[:, 1:])
 
     def start(self, seed: jax.Array) -> tuple[Any, Any, Any]:
         """The first params, what stays of them (LoRA's matrices), and the optimizer's state."""
@@ -205,27 +201,6 @@ class Lane:
 
 
 @contextlib.contextmanager
-def turn(path: pathlib.Path | None, alone: bool = False) -> Iterator[None]:
-    """Holds a lock while training: beside others, or alone where time is measured.
-
-    Who wants to be alone closes the gate, so that none enters while the others come to an end.
-
-    Args:
-        path: where the two lock files are; None for no lock.
-        alone: whether nobody may train at the same time.
-    """
-    if path is None:
-        yield
-        return
-    with path.with_suffix(".gate").open("w") as gate, path.open("w") as room:
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        if not alone:
-            fcntl.flock(gate, fcntl.LOCK_UN)
-        yield
-
-
-@contextlib.contextmanager
 def shared_conditions(axis: str) -> Iterator[None]:
     """Lets `jax.lax.cond` skip a branch under `jax.vmap` when no lane takes it.
 
@@ -275,7 +250,7 @@ def run(
         it says little where others train at the same time.
     """
     lane = Lane(name, task, rank)
-    schedule = example("optimizers").make_schedule(1.0, task.steps, task.steps // 20, "cosine")
+    schedule = make_schedule(1.0, task.steps, task.steps // 20, "cosine")
     tokens = [
         _training_bytes(task.corpus, task.length, task.batch, task.steps, seed) for _, seed in lanes
     ]
@@ -292,7 +267,7 @@ def run(
         lowered = jax.jit(together).lower(*inputs)
     program = lowered.compile()
     compiled = time.perf_counter() - began
-    with turn(lock):
+    with harness.turn(lock):
         began, cpu = time.perf_counter(), time.process_time()
         losses, held_out = jax.block_until_ready(program(*inputs))
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu

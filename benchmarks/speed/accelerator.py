@@ -4,7 +4,7 @@ Each optimizer has a process of its own, so that the device's peak is its own, a
 the device; others may compile meanwhile. Weights are random bfloat16, and so are tokens: neither
 changes what a step costs.
 
-  python benchmarks/accelerator.py --model llama-7b --rank 128 --batch 1 --length 2048
+  python -m benchmarks.speed.accelerator --model llama-7b --rank 128 --batch 1 --length 2048
 """
 
 import argparse
@@ -15,7 +15,9 @@ import subprocess
 import sys
 import time
 
-HERE = pathlib.Path(__file__).resolve().parent
+from benchmarks import harness
+
+MODULE = "benchmarks.speed.accelerator"
 OPTIMIZERS = ("adamw", "galore", "matrix-free", "sgd")
 
 
@@ -27,10 +29,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     import optax
     from jax.sharding import Mesh
 
-    import harness
     from lowrank_optax._memory import decoder as abstract
     from lowrank_optax._memory import models as shapes
-    from quality_training import count_bytes, turn
+    from running.training import count_bytes
 
     device = jax.devices()[0]
     model = shapes.model_shape(args.model)
@@ -71,7 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     make_params = jax.jit(make_params).lower(key).compile()
     make_state = jax.jit(tx.init).lower(params).compile()
     make_tokens = jax.jit(make_tokens).lower(0).compile()
-    with turn(args.lock, alone=True):
+    with harness.turn(args.lock, alone=True):
         params = make_params(jax.random.key(0))
         state = jax.block_until_ready(make_state(params))
         seconds = []
@@ -87,21 +88,10 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
             "first_step_ms": 1e3 * seconds[0],
             "step_ms": [spread.low, spread.median, spread.high],
             "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
-            "compiler_gb": _compiler_peak(compiled) / 1e9,
+            "compiler_gb": harness.peak_bytes(compiled) / 1e9,
             "loss": float(value),
         }
     return result
-
-
-def _compiler_peak(compiled: object) -> int:
-    """What the compiler says that the step takes, packing included."""
-    m = compiled.memory_analysis()
-    return (
-        m.argument_size_in_bytes
-        + m.output_size_in_bytes
-        - m.alias_size_in_bytes
-        + m.temp_size_in_bytes
-    )
 
 
 def main() -> None:
@@ -116,14 +106,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10, help="timed, after the first")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="only this one, in this process")
-    parser.add_argument("--lock", type=pathlib.Path, default=HERE / "accelerator.lock")
+    parser.add_argument("--lock", type=pathlib.Path, default=harness.RESULTS / "accelerator.lock")
     args = parser.parse_args()
-    sys.path.insert(0, str(HERE))
     if args.optimizer:
         print(json.dumps(measure(args)), flush=True)
         return
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, __file__, "--lock", str(args.lock), "--model", args.model]
+    command = harness.command(MODULE, "--lock", str(args.lock), "--model", args.model)
     for name in ("rank", "batch", "length", "steps"):
         command += [f"--{name}", str(getattr(args, name))]
     children = [

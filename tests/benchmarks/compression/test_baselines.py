@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-import compression_baselines as baselines
+from benchmarks.compression import baselines
 from tests.helpers.data import normal
 from tests.helpers.loops import relaxed
 

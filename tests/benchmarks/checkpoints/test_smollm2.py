@@ -1,6 +1,6 @@
 """The examples that the real checkpoint learns."""
 
-import smollm2
+from benchmarks.checkpoints import smollm2
 
 DICTIONARY = """00-database-short
      A dictionary

@@ -1,0 +1,1 @@
+"""What this library costs and what it brings, measured; ``RESULTS.md`` says how to run it."""

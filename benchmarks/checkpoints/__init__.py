@@ -1,0 +1,1 @@
+"""Whole training runs of the examples: a real checkpoint, and seeds of reinforcement learning."""

@@ -1,0 +1,1 @@
+"""Peak memory of training steps, by the compilers of accelerators."""

@@ -1,0 +1,1 @@
+"""Validation loss of many optimizers, each at its best learning rate."""

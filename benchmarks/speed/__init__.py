@@ -1,0 +1,1 @@
+"""Time of steps, updates, refreshes and tracing."""
