@@ -699,7 +699,7 @@ def test_error_for_multi_steps_around():
 @pytest.mark.parametrize("method", ["svd", "gram"])
 def test_error_for_methods_that_need_the_gradient(method):
     state = lro.galore_adamw(1e-2, rank=RANK, method=method).init(W)
-    with pytest.raises(ValueError, match=f"method='{method}' needs the full gradient"):
+    with pytest.raises(ValueError, match=rf"method='{method}'\) needs the full gradient"):
         call(state)
 
 
