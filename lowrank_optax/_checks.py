@@ -10,13 +10,13 @@ import numpy as np
 Rank = int | float | np.integer | np.floating
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
 
 
-def check_static(name: str, value: Any) -> None:
+def check_static(name: str, value: object) -> None:
     """Raises TypeError if a value that shapes the computation is a traced array."""
     if isinstance(value, jax.Array):
         raise TypeError(

@@ -6,8 +6,12 @@ from typing import Any
 
 import jax
 
+# What a leaf of a tree may hold: arrays, shapes, shardings, in a box or not.
+Leaf = Any
+MaybeBox = Leaf
 
-def is_box(x: Any) -> bool:
+
+def is_box(x: MaybeBox) -> bool:
     """Whether ``x`` wraps one array with metadata, as Flax's variables do."""
     # By duck type, so that Flax is no dependency: Linen's boxes unbox, NNX's have metadata.
     linen = hasattr(x, "unbox") and hasattr(x, "replace_boxed")
@@ -16,12 +20,12 @@ def is_box(x: Any) -> bool:
     return (linen or nnx) and len(jax.tree.leaves(x)) == 1
 
 
-def unbox(x: Any) -> Any:
+def unbox(x: MaybeBox) -> Leaf:
     """The array in a box, or ``x`` itself."""
     return jax.tree.leaves(x)[0] if is_box(x) else x
 
 
-def rebox(box: Any, value: Any) -> Any:
+def rebox(box: MaybeBox, value: Leaf) -> MaybeBox:
     """``value`` in a box like ``box``, or ``value`` itself where ``box`` is none."""
     if not is_box(box):
         return value
@@ -33,7 +37,12 @@ def rebox(box: Any, value: Any) -> Any:
 _AXIS_NAMES = ("names", "out_sharding", "optimizer_sharding", "sharding_names", "sharding")
 
 
-def rebox_part(box: Any, value: Any, axes: Sequence[int | None], names: Any = None) -> Any:
+def rebox_part(
+    box: MaybeBox,
+    value: Leaf,
+    axes: Sequence[int | None],
+    names: jax.sharding.PartitionSpec | None = None,
+) -> MaybeBox:
     """``value``, an array made from the one in ``box``, in a box whose axis names are its own.
 
     Flax takes the names, which say how an array is sharded, for those of the array in the box:
@@ -51,7 +60,7 @@ def rebox_part(box: Any, value: Any, axes: Sequence[int | None], names: Any = No
     if not is_box(box):
         return value
 
-    def part(old: Any) -> Any:
+    def part(old: Leaf) -> Leaf:
         if isinstance(old, jax.sharding.NamedSharding):
             return jax.sharding.NamedSharding(old.mesh, jax.sharding.PartitionSpec(*part(old.spec)))
         if names is not None:

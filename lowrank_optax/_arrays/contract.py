@@ -7,7 +7,7 @@ axis lives on a mesh.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from lowrank_optax._arrays.mesh import (
 )
 
 Array = jax.Array
+_Result = TypeVar("_Result")
 
 # Projections and lifts run at every step. HIGH is three bfloat16 passes on a TPU and TF32 on
 # a GPU: close to float32, at a cost that stays small beside the model's own products.
@@ -31,7 +32,7 @@ REFRESH_PRECISION = jax.lax.Precision.HIGHEST
 _TERMS = {STEP_PRECISION: 2, REFRESH_PRECISION: 3}
 
 
-def wide_dtype(*operands: Any) -> Any:
+def wide_dtype(*operands: Any) -> jnp.dtype:
     """The dtype to compute in: float32, or float64 if one of the arrays or dtypes is that.
 
     JAX's own ``result_type`` refuses to widen under strict promotion.
@@ -114,7 +115,7 @@ def _wide_einsum(
     return widened(*operands)
 
 
-def on_replicated(fn: Callable[[Array], Array], x: Array) -> Array:
+def on_replicated(fn: Callable[[Array], _Result], x: Array) -> _Result:
     """Applies a factorization to a small array, replicated on every device first.
 
     JAX refuses to factorize sharded operands on Explicit axes; the arrays that this

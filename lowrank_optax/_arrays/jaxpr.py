@@ -9,8 +9,16 @@ from typing import Any
 
 from jaxtyping import Array
 
+# JAX's own classes for these have moved between its versions.
+Equation = Any
+Jaxpr = Any
+ClosedJaxpr = Jaxpr
+Atom = Any
+Operand = Any
+"""What an equation is evaluated on: an array, or what stands for one."""
 
-def bind(eqn: Any, operands: Sequence[Any]) -> Any:
+
+def bind(eqn: Equation, operands: Sequence[Operand]) -> Operand:
     """Runs one equation on other operands; a list of results if the primitive has several."""
     params = eqn.primitive.get_bind_params(eqn.params)
     functions: Sequence[Any] = ()
@@ -20,19 +28,19 @@ def bind(eqn: Any, operands: Sequence[Any]) -> Any:
         return eqn.primitive.bind(*functions, *operands, **params)
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Operand]]:
     """The open jaxpr and the constants of a closed one, in old and new versions of JAX."""
     if hasattr(jaxpr, "jaxpr"):
         return jaxpr.jaxpr, jaxpr.consts
     return jaxpr, getattr(jaxpr, "consts", ())
 
 
-def dependencies(closed: Any) -> list[int]:
+def dependencies(closed: ClosedJaxpr) -> list[int]:
     """For each output of a function the inputs that it depends on, number i as bit ``1 << i``."""
     jaxpr, _ = open_jaxpr(closed)
     bits: dict[Any, int] = {variable: 1 << i for i, variable in enumerate(jaxpr.invars)}
 
-    def of(atoms: Sequence[Any]) -> int:
+    def of(atoms: Sequence[Atom]) -> int:
         found = 0
         for atom in atoms:
             found |= 0 if hasattr(atom, "val") else bits.get(atom, 0)
@@ -51,14 +59,14 @@ class OnDemand:
         inputs: for each input a function that makes it, called when it is first needed.
     """
 
-    def __init__(self, closed: Any, inputs: Sequence[Callable[[], Array]]):
+    def __init__(self, closed: ClosedJaxpr, inputs: Sequence[Callable[[], Array]]):
         jaxpr, consts = open_jaxpr(closed)
         self._outputs = jaxpr.outvars
         self._pending = list(jaxpr.eqns)
         self._inputs = dict(zip(jaxpr.invars, inputs, strict=True))
         self._values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
 
-    def __call__(self, numbers: Sequence[int]) -> list[Any]:
+    def __call__(self, numbers: Sequence[int]) -> list[Operand]:
         """The outputs of these numbers."""
         wanted = [self._outputs[number] for number in numbers]
         needed = {atom for atom in wanted if not hasattr(atom, "val")}
@@ -79,5 +87,5 @@ class OnDemand:
             self._values.update(zip(eqn.outvars, outputs, strict=True))
         return [self._read(atom) for atom in wanted]
 
-    def _read(self, atom: Any) -> Any:
+    def _read(self, atom: Atom) -> Operand:
         return atom.val if hasattr(atom, "val") else self._values[atom]

@@ -97,7 +97,7 @@ def spread(
     return result
 
 
-def _explicit_sharding(x: Any) -> NamedSharding | None:
+def _explicit_sharding(x: object) -> NamedSharding | None:
     """The sharding of ``x`` if its mesh has Explicit axes, else None."""
     sharding = getattr(x, "sharding", None) if not isinstance(x, Tracer) else None
     if not isinstance(sharding, NamedSharding):
@@ -123,7 +123,7 @@ def explicit_names(x: Any) -> list[Names] | None:
     ]
 
 
-def explicit_mesh(*operands: Any) -> Any:
+def explicit_mesh(*operands: object) -> Any:
     for x in operands:
         sharding = _explicit_sharding(x)
         if sharding is not None:
@@ -188,12 +188,12 @@ def shard_like(x: Array, like: Any) -> Array:
     return shard_alike(x, like)[0]
 
 
-def type_sharding(x: Any) -> NamedSharding | None:
+def type_sharding(x: object) -> NamedSharding | None:
     """The sharding in the type of ``x``, for a shape that stands for it."""
     return _explicit_sharding(x)
 
 
-def explicit_spec(x: Any) -> PartitionSpec | None:
+def explicit_spec(x: object) -> PartitionSpec | None:
     """The partition spec in the type of ``x``; None where its mesh has no Explicit axes."""
     names = explicit_names(x)
     return None if names is None else spec_of(names)

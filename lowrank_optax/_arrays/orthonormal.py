@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract, on_replicated
+from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract
+from lowrank_optax._arrays.factorize import inverse_factor
+from lowrank_optax._arrays.norms import unit
 
 
 def _labels(ndim: int) -> str:
@@ -38,33 +40,10 @@ def times(
     )
 
 
-def _inverse_factor(squares: Float[Array, "*batch r r"]) -> Float[Array, "*batch r r"]:
-    """``L⁻ᵀ`` of a positive definite matrix ``L Lᵀ``."""
-    factor = jnp.linalg.cholesky(squares)
-    identity = jnp.eye(squares.shape[-1], dtype=squares.dtype)
-    root = jax.scipy.linalg.solve_triangular(
-        factor, jnp.broadcast_to(identity, factor.shape), lower=True
-    )
-    return jnp.swapaxes(root, -1, -2)
-
-
 def inverse(squares: Float[Array, "*batch r r"]) -> Float[Array, "*batch r r"]:
     """The inverse of a positive definite ``r x r`` matrix, on every device."""
-
-    def by_cholesky(squares: Array) -> Array:
-        root = _inverse_factor(squares)
-        return jnp.matmul(root, jnp.swapaxes(root, -1, -2), precision=REFRESH_PRECISION)
-
-    return on_replicated(by_cholesky, squares)
-
-
-def dual(basis: Float[Array, "*rows r"], batch_ndim: int = 0) -> Float[Array, "*rows r"]:
-    """``V (VᵀV)⁻¹``, the columns whose products with those of V are 1 and 0."""
-    squares = gram(basis, basis, batch_ndim)
-    # The inverse of a singular Gram matrix stays finite.
-    floor = jnp.finfo(squares.dtype).eps * jnp.trace(squares, axis1=-2, axis2=-1) + 1e-30
-    identity = jnp.eye(squares.shape[-1], dtype=squares.dtype)
-    return times(basis, inverse(squares + floor[..., None, None] * identity), batch_ndim)
+    root = inverse_factor(squares)
+    return jnp.matmul(root, jnp.swapaxes(root, -1, -2), precision=REFRESH_PRECISION)
 
 
 def orthogonal_to(
@@ -72,14 +51,6 @@ def orthogonal_to(
 ) -> Float[Array, "*rows k"]:
     """``x − P Pᵀx``: the part of thin matrices outside the span of an orthonormal basis."""
     return x - times(basis, gram(basis, x, batch_ndim), batch_ndim)
-
-
-def _normalized(y: Float[Array, "..."], batch_ndim: int) -> Float[Array, "..."]:
-    """``y`` with its largest entry at 1, so that squares neither overflow nor vanish."""
-    largest = jnp.max(jnp.abs(y), axis=tuple(range(batch_ndim, y.ndim)), keepdims=True)
-    # A zero matrix, and the entries below it that have no reciprocal in this dtype, stay zero.
-    safe = jnp.where(largest > jnp.finfo(y.dtype).tiny * 4, largest, 1)
-    return y / safe
 
 
 def whiten(
@@ -103,7 +74,8 @@ def whiten(
     Returns:
         An array of the shape of ``y``.
     """
-    y = _normalized(y, batch_ndim)
+    # With the largest entry at 1, so that squares neither overflow nor vanish.
+    y = y / unit(y, range(batch_ndim, y.ndim))
     squares = gram(y, y, batch_ndim)
     rank = y.shape[-1]
     identity = jnp.eye(rank, dtype=squares.dtype)
@@ -115,7 +87,7 @@ def whiten(
 
     shift = eps * size + jnp.finfo(squares.dtype).tiny ** 0.5
     shifted = squares + shift[..., None, None] * identity
-    return times(y, on_replicated(_inverse_factor, shifted), batch_ndim)
+    return times(y, inverse_factor(shifted), batch_ndim)
 
 
 def orthonormalize(

@@ -4,13 +4,13 @@ Each takes the gradient of one target and returns an orthonormal basis of one si
 differ in cost by orders of magnitude and, on real gradients, hardly in what they capture.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract, on_replicated, wide_dtype
+from lowrank_optax._arrays import factorize
+from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract, wide_dtype
+from lowrank_optax._arrays.norms import unit
 from lowrank_optax._arrays.orthonormal import orthonormalize, whiten
 from lowrank_optax._plan.view import REDUCTION, View, other
 
@@ -25,7 +25,7 @@ WARM_ITERATIONS = 1
 START_JITTER = 0.03
 
 
-def leaf_key(seed: int, count: Any, target: int) -> Array:
+def leaf_key(seed: int, count: jax.typing.ArrayLike, target: int) -> Array:
     """The PRNG key of one target at one step; trackers keep none in their state."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), target)
 
@@ -120,12 +120,9 @@ def singular_vectors(
 ) -> Float[Array, "*rows r"]:
     """The leading singular vectors from a full SVD: the reference, slow by design."""
     matrix = view.as_matrix(gradient.astype(wide_dtype(gradient)))
-
-    def leading(matrix: Array) -> Array:
-        left, _, right = jnp.linalg.svd(matrix, full_matrices=False)
-        return left[..., :rank] if side == REDUCTION else jnp.swapaxes(right[..., :rank, :], -1, -2)
-
-    return on_replicated(leading, matrix).reshape(view.basis_shape(side, rank))
+    left, right = factorize.singular_vectors(matrix)
+    vectors = left if side == REDUCTION else right
+    return vectors[..., :rank].reshape(view.basis_shape(side, rank))
 
 
 def gram_eigenvectors(
@@ -134,17 +131,12 @@ def gram_eigenvectors(
     """The leading eigenvectors of ``G Gᵀ`` (or ``Gᵀ G``), of the size of one side."""
     matrix = view.as_matrix(gradient.astype(wide_dtype(gradient)))
     # Squares of entries must neither overflow nor vanish.
-    largest = jnp.max(jnp.abs(matrix))
-    matrix = matrix / jnp.where(largest > 0, largest, 1)
+    matrix = matrix / unit(matrix)
     batch = "abcdefgh"[: len(view.batch_axes)]
     rows = f"{batch}mk,{batch}nk" if side == REDUCTION else f"{batch}km,{batch}kn"
     squares = contract(f"{rows}->{batch}mn", matrix, matrix, precision=REFRESH_PRECISION)
-
-    def leading(squares: Array) -> Array:
-        _, vectors = jnp.linalg.eigh(squares)
-        return vectors[..., : -rank - 1 : -1]
-
-    return on_replicated(leading, squares).reshape(view.basis_shape(side, rank))
+    vectors = factorize.eigenvectors(squares)
+    return vectors[..., :rank].reshape(view.basis_shape(side, rank))
 
 
 def new_basis(

@@ -24,7 +24,7 @@ INITS = ("gradient", "random")
 LEARNING_RATE = 10.0
 
 
-def _check_learning_rate(rate: Any) -> None:
+def _check_learning_rate(rate: object) -> None:
     if isinstance(rate, int | float) and not isinstance(rate, bool):
         if not 0 <= rate < float("inf"):
             raise ValueError(f"learn_basis: learning_rate={rate} must be finite and not negative")

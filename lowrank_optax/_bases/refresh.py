@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from lowrank_optax._arrays.tree import Params
 from lowrank_optax._bases import find, storage
 from lowrank_optax._bases.schedule import AdaptiveEvery, Every, Schedule, check_every
 from lowrank_optax._bases.tracker import make_tracker, random_start
@@ -97,7 +98,7 @@ def refresh_basis(
         frozen=method == "frozen",
     )
 
-    def plan_of(params: Any) -> Plan:
+    def plan_of(params: Params) -> Plan:
         plan = make_plan(params, targets, rank, side, tracking)
         for projection in plan.projections:
             storage.check_rank(projection.path, projection.rank, dtype)

@@ -24,7 +24,7 @@ Every = int | Callable[[jax.Array], Any]
 NEVER = np.iinfo(np.int32).max
 
 
-def check_every(name: str, every: Any, hint: str) -> None:
+def check_every(name: str, every: object, hint: str) -> None:
     """Raises unless ``every`` is a positive int or a schedule; ``name`` is the tracker's."""
     check_static(f"{name}: every", every)
     if callable(every):
@@ -109,7 +109,9 @@ class Schedule:
             jnp.where(done, following, next_refresh), refreshes + done.astype(jnp.int32), intervals
         )
 
-    def _following(self, count: Array, targets: int, intervals: Any, first: Array) -> Array:
+    def _following(
+        self, count: Array, targets: int, intervals: Array | None, first: Array
+    ) -> Array:
         """The step at which each target is due again, if it changes at ``count``."""
         if self.once:
             return jnp.full(targets, NEVER, jnp.int32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import rebox_part, unbox
 from lowrank_optax._arrays.mesh import explicit_spec
+from lowrank_optax._arrays.tree import Params, PyTree
 from lowrank_optax._bases.storage import read_all, shape_of
 from lowrank_optax._plan.plan import Plan, Projection
 from lowrank_optax._plan.view import BOTH, OUTPUT, REDUCTION, Bases
@@ -38,10 +39,10 @@ class TrackerState(NamedTuple):
     tracker_count: jax.Array
     next_refresh: jax.Array
     refreshes: jax.Array
-    reduction_basis: Any
-    output_basis: Any
-    reduction_decoder: Any = None
-    output_decoder: Any = None
+    reduction_basis: PyTree
+    output_basis: PyTree
+    reduction_decoder: PyTree = None
+    output_decoder: PyTree = None
     intervals: jax.Array | None = None
 
     def stored(self) -> list[Bases]:
@@ -83,7 +84,7 @@ class TrackerState(NamedTuple):
         return state._replace(reduction_decoder=reduction, output_decoder=output)
 
 
-def start_state(plan: Plan, params: Any, bases: Sequence[Bases]) -> TrackerState:
+def start_state(plan: Plan, params: Params, bases: Sequence[Bases]) -> TrackerState:
     """The state of a tracker before its first update; every target is due."""
     reduction, output = (_basis_tree(plan, params, side, bases) for side in BOTH)
     counters = max(1, len(plan.projections))
@@ -97,7 +98,7 @@ def start_state(plan: Plan, params: Any, bases: Sequence[Bases]) -> TrackerState
     )
 
 
-def _basis_tree(plan: Plan, params: Any, side: str, bases: Sequence[Bases]) -> Any:
+def _basis_tree(plan: Plan, params: Params, side: str, bases: Sequence[Bases]) -> PyTree:
     """A tree parallel to params with the bases of one side at targets."""
     boxes, treedef = tree.flatten(params)
     leaves: list[Any] = [None] * len(boxes)
@@ -112,12 +113,12 @@ def _basis_tree(plan: Plan, params: Any, side: str, bases: Sequence[Bases]) -> A
     return tree.sparse_tree(treedef, leaves)
 
 
-def _replaced(plan: Plan, old: Any, side: str, bases: Sequence[Bases]) -> Any:
+def _replaced(plan: Plan, old: PyTree, side: str, bases: Sequence[Bases]) -> PyTree:
     pairs = zip(plan.projections, bases, strict=True)
     return tree.with_leaves(old, {projection.path: found.on(side) for projection, found in pairs})
 
 
-def _paired(plan: Plan, reduction: Any, output: Any) -> list[Bases]:
+def _paired(plan: Plan, reduction: PyTree, output: PyTree) -> list[Bases]:
     """The bases of two sparse trees, one entry for each target."""
     left, right = tree.by_path(reduction), tree.by_path(output)
     paired = []

@@ -19,13 +19,16 @@ from lowrank_optax._arrays.contract import REFRESH_PRECISION, contract
 from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.orthonormal import gram
 from lowrank_optax._arrays.sharing import map_sharing
-from lowrank_optax._arrays.tree import PyTree, flatten, unflatten
+from lowrank_optax._arrays.tree import OptState, PyTree, flatten, unflatten
 from lowrank_optax._inner.opened import map_opened
 from lowrank_optax._inner.probe import decay_rates
 from lowrank_optax._inner.roles import FIRST, SECOND, field_names
 from lowrank_optax._inner.sites import Keys, Site, mirrors, sites
 from lowrank_optax._plan.plan import Projection
 from lowrank_optax._plan.view import OUTPUT, REDUCTION, Bases, View
+
+# Of one array after one and after two steps; None where there is none.
+Pair = tuple[Array | None, Array | None]
 
 RULES = ("rotate", "keep", "reset")
 Moments = str | Callable[[Any, dict[str, Bases]], Any]
@@ -86,7 +89,7 @@ def rotate_second(
     return jnp.abs(variance + bias * jnp.square(rotate(view, rotations, first)))
 
 
-def _weight(count: Array, one: Any, two: Any) -> Array:
+def _weight(count: Array, one: Array | None, two: Array | None) -> Array:
     r"""``1 - b**count``: the total weight that an average has given to past gradients.
 
     Of the gradient 1, a fresh average holds :math:`m_1 = 1 - b` after one step and
@@ -105,7 +108,7 @@ def _weight(count: Array, one: Any, two: Any) -> Array:
     return jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 1.0)
 
 
-def bias_ratio(owner: Any, count: Array, first: Sequence[Any], second: Sequence[Any]) -> Array:
+def bias_ratio(owner: OptState, count: Array, first: Pair, second: Pair) -> Array:
     """The factor c that puts the square of a first moment on the scale of a second moment.
 
     Args:
@@ -163,7 +166,8 @@ def _rotated(
     count: Array,
     state: PyTree,
     where: frozenset[Keys],
-    *probed: PyTree,
+    after_one: PyTree,
+    after_two: PyTree,
 ) -> PyTree:
     """A state with every recognised moment of a target in the new coordinates."""
     targets = {projection.path: projection for projection in change.projections}
@@ -173,7 +177,7 @@ def _rotated(
         target = targets.get(site.weight or "") if site.role else None
         if target is not None and getattr(site.value, "shape", None) == target.core_shape:
             groups.setdefault((id(site.owner), target.path), {})[number] = site
-    columns = [[unbox(leaf) for leaf in flatten(other)[0]] for other in probed]
+    one, two = ([unbox(leaf) for leaf in flatten(other)[0]] for other in (after_one, after_two))
     calls, places = [], []
     for (_, path), found in groups.items():
         target = targets[path]
@@ -184,8 +188,8 @@ def _rotated(
         if firsts and paired:
             pair = next(iter(firsts.values())), others[paired[0]]
             owner = found[pair[0]].owner
-            grown = ([column[number] for column in columns] for number in pair)
-            bias = bias_ratio(owner, count, *grown)
+            first, second = ((one[number], two[number]) for number in pair)
+            bias = bias_ratio(owner, count, first, second)
         static = target.view, tuple((field, found[n].role) for field, n in others.items())
         values = ({f: found[n].value for f, n in part.items()} for part in (firsts, others))
         calls.append((static, (rotations[path], change.refreshed[target.number], *values, bias)))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import optax
 
-from lowrank_optax._arrays.tree import PyTree, flatten, unflatten
+from lowrank_optax._arrays.tree import OptState, PyTree, flatten, unflatten
 from lowrank_optax._inner import probe
 from lowrank_optax._inner.roles import field_roles
 from lowrank_optax._inner.sites import Keys, mirrors, sites
@@ -28,10 +28,10 @@ def _forgetful(state: PyTree, fresh: PyTree, where: frozenset[Keys]) -> PyTree:
 
 def gains(
     inner: optax.GradientTransformationExtraArgs | None,
-    inner_state: Any,
-    cores: Any,
+    inner_state: OptState,
+    cores: PyTree,
     extra_args: dict[str, Any],
-) -> Any:
+) -> PyTree:
     """The inner optimizer's answer to a gradient of 1, leaf by leaf.
 
     For ``optax.adamw(learning_rate)`` that is minus the learning rate of this step; for
@@ -52,7 +52,7 @@ def gains(
     params = probe.probes(cores, 1.0)
     state = _forgetful(state, inner.init(params), mirrors(state, params, inner))
 
-    def answer(gradient: float) -> Any:
+    def answer(gradient: float) -> PyTree:
         return inner.update(probe.probes(cores, gradient), state, params, **extra_args)[0]
 
     # Half the difference is free of all that does not depend on the gradient, as decay does not.

@@ -14,7 +14,7 @@ from lowrank_optax._arrays.tree import PyTree
 from lowrank_optax._inner.sites import Keys
 
 
-def _is_stored(node: Any) -> bool:
+def _is_stored(node: object) -> bool:
     return hasattr(node, "opened") and hasattr(node, "mapped")
 
 

@@ -16,9 +16,10 @@ import optax
 from jaxtyping import Array
 
 from lowrank_optax._arrays.contract import wide_dtype
+from lowrank_optax._arrays.tree import OptState, Params, PyTree
 
 
-def probes(cores: Any, value: float, size: int = 1) -> Any:
+def probes(cores: PyTree, value: float, size: int = 1) -> PyTree:
     """A tree like ``cores`` of one-element leaves, or of ``size`` along each axis.
 
     They keep the number of axes, which masks often look at.
@@ -26,14 +27,16 @@ def probes(cores: Any, value: float, size: int = 1) -> Any:
     return jax.tree.map(lambda x: jnp.full((size,) * x.ndim, value, x.dtype), cores)
 
 
-def probe_state(inner: optax.GradientTransformation, inner_state: Any, cores: Any) -> Any:
+def probe_state(
+    inner: optax.GradientTransformation, inner_state: OptState, cores: PyTree
+) -> OptState:
     """The inner state at this moment (counts, schedules, hyperparameters), without history."""
     fresh = inner.init(probes(cores, 1.0))
     larger = jax.eval_shape(inner.init, probes(cores, 1.0, size=2))
 
     # What grows with its leaf is that leaf's history. (A comparison with the state itself
     # would not tell: a core may have one element too.)
-    def choose(new: Any, grown: Any, old: Any) -> Any:
+    def choose(new: Array, grown: Array, old: Array) -> Array:
         shared = new.shape == grown.shape == old.shape and new.dtype == old.dtype
         return old if shared else new
 
@@ -42,10 +45,10 @@ def probe_state(inner: optax.GradientTransformation, inner_state: Any, cores: An
 
 def decay_coefficients(
     inner: optax.GradientTransformationExtraArgs,
-    inner_state: Any,
-    cores: Any,
+    inner_state: OptState,
+    cores: PyTree,
     extra_args: dict[str, Any],
-) -> Any:
+) -> PyTree:
     """The factor by which the inner optimizer adds each weight to its update.
 
     For ``optax.adamw(lr, weight_decay=w)`` that is ``-lr * w``.
@@ -66,8 +69,8 @@ def decay_coefficients(
 
 def reads_params(
     inner: optax.GradientTransformationExtraArgs,
-    inner_state: Any,
-    cores: Any,
+    inner_state: OptState,
+    cores: PyTree,
     extra_args: dict[str, Any],
 ) -> bool:
     """Whether the inner optimizer's update depends on params at all, seen from its trace."""
@@ -86,19 +89,19 @@ def reads_params(
 _LONGEST_WAIT = 4096
 
 
-def _is_waiting(node: Any) -> bool:
+def _is_waiting(node: OptState) -> bool:
     return type(node).__name__ == "MultiStepsState"
 
 
-def _waits(state: Any) -> list[Any]:
+def _waits(state: OptState) -> list[OptState]:
     nodes = jax.tree.leaves(state, is_leaf=_is_waiting)
     return [node for node in nodes if _is_waiting(node)]
 
 
-def _from_the_start(state: Any) -> Any:
+def _from_the_start(state: OptState) -> OptState:
     """The state with every accumulation of gradients begun anew, since its history is gone."""
 
-    def begin(node: Any) -> Any:
+    def begin(node: OptState) -> OptState:
         if not _is_waiting(node):
             return node
         return node._replace(mini_step=jnp.zeros_like(node.mini_step))
@@ -106,13 +109,13 @@ def _from_the_start(state: Any) -> Any:
     return jax.tree.map(begin, state, is_leaf=_is_waiting)
 
 
-def _advance(step: Callable[[Any], Any], state: Any) -> Any:
+def _advance(step: Callable[[OptState], OptState], state: OptState) -> OptState:
     """The state after one step of the moments, through any accumulation of gradients."""
     if not _waits(state):
         return step(state)
     before = [node.gradient_step for node in _waits(state)]
 
-    def unmoved(carry: Any) -> Array:
+    def unmoved(carry: tuple[OptState, Array]) -> Array:
         state, steps = carry
         still = [node.gradient_step == old for node, old in zip(_waits(state), before, strict=True)]
         return jnp.any(jnp.stack(still)) & (steps < _LONGEST_WAIT)
@@ -123,24 +126,26 @@ def _advance(step: Callable[[Any], Any], state: Any) -> Any:
 
 def decay_rates(
     inner: optax.GradientTransformationExtraArgs,
-    inner_state: Any,
-    cores: Any,
+    inner_state: OptState,
+    cores: PyTree,
     extra_args: dict[str, Any],
-) -> tuple[Any, Any]:
+) -> tuple[OptState, OptState]:
     """Two states of the inner optimizer, one and two steps of gradient 1 from a fresh start.
 
     In them a moment that averages with decay b has grown by the factor 1 + b.
     """
     ones = probes(cores, 1.0)
 
-    def step(state: Any) -> Any:
+    def step(state: OptState) -> OptState:
         return inner.update(ones, state, ones, **extra_args)[1]
 
     after_one = _advance(step, _from_the_start(probe_state(inner, inner_state, cores)))
     return after_one, _advance(step, after_one)
 
 
-def outer_decay_rates(tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+def outer_decay_rates(
+    tx: optax.GradientTransformation, params: Params
+) -> tuple[OptState, OptState]:
     """Like :func:`decay_rates`, of a whole optimizer: it sees one-element weights.
 
     Args:
@@ -154,7 +159,7 @@ def outer_decay_rates(tx: optax.GradientTransformation, params: Any) -> tuple[An
     outer = optax.with_extra_args_support(tx)
     ones = jax.tree.map(lambda x: jnp.ones((1,) * x.ndim, wide_dtype(x)), params)
 
-    def step(state: Any) -> Any:
+    def step(state: OptState) -> OptState:
         return outer.update(ones, state, ones)[1]
 
     after_one = _advance(step, outer.init(ones))

@@ -9,6 +9,7 @@ import optax
 
 from lowrank_optax._arrays.jaxpr import OnDemand, dependencies
 from lowrank_optax._arrays.rounding import from_codes, to_bfloat16, to_codes
+from lowrank_optax._arrays.tree import OptState, Params, PyTree, Updates
 from lowrank_optax._checks import check_choice
 from lowrank_optax._inner.roles import FIRST
 from lowrank_optax._inner.sites import mirrors, sites
@@ -25,19 +26,19 @@ class QuantizedState(NamedTuple):
     """
 
     quantized_count: jax.Array
-    codes: Any
-    scales: Any
+    codes: PyTree
+    scales: PyTree
 
-    def opened(self) -> Any:
+    def opened(self) -> OptState:
         """The optimizer's state in float32."""
         return jax.tree.map(_open_leaf, self.codes, self.scales)
 
-    def mapped(self, fn: Callable[[Any], Any]) -> "QuantizedState":
+    def mapped(self, fn: Callable[[OptState], OptState]) -> "QuantizedState":
         """This state with what ``fn`` makes of its values, opened one leaf at a time."""
         return _in_turns(lambda opened: (None, fn(opened)), self, self.quantized_count, 1)[1]
 
 
-def _narrow_dtype(code: jax.Array, scale: jax.Array) -> Any:
+def _narrow_dtype(code: jax.Array, scale: jax.Array) -> jnp.dtype | None:
     """The dtype of a leaf in few bits; None for one as the optimizer has it, whatever that is."""
     return code.dtype if scale.ndim else None
 
@@ -182,7 +183,7 @@ def quantized_moments(
             return dtype
         return jnp.dtype(jnp.int8 if role == FIRST else jnp.uint8)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: Params) -> OptState:
         state = inner.init(params)
         leaves, treedef = jax.tree.flatten(state)
         found = sites(state, mirrors(state, params, inner))
@@ -197,8 +198,10 @@ def quantized_moments(
         unflatten = jax.tree.unflatten
         return QuantizedState(count, unflatten(treedef, codes), unflatten(treedef, scales))
 
-    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        count: Any = optax.safe_increment(state.quantized_count)
+    def update_fn(
+        updates: Updates, state: OptState, params: Params | None = None, **extra_args: Any
+    ) -> tuple[Updates, OptState]:
+        count = jnp.asarray(optax.safe_increment(state.quantized_count))
         update = lambda opened: inner.update(updates, opened, params, **extra_args)  # noqa: E731
         return _in_turns(update, state, count, 0)
 

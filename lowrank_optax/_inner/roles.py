@@ -1,7 +1,6 @@
 """What the fields of an optimizer state mean: which are moments, and of which order."""
 
 import dataclasses
-from typing import Any
 
 # Roles of an inner state's fields. FIRST: averages of gradients. SECOND: averages of squared
 # gradients, whose mean square the first moment knows. VARIANCE: anything else that is
@@ -24,7 +23,7 @@ _ROLES_BY_STATE = {
 }
 
 
-def field_names(node: Any) -> tuple[str, ...]:
+def field_names(node: object) -> tuple[str, ...]:
     """The fields of a state node, a NamedTuple or a dataclass; none of anything else."""
     if isinstance(node, tuple):
         return tuple(getattr(node, "_fields", ()))
@@ -33,7 +32,7 @@ def field_names(node: Any) -> tuple[str, ...]:
     return ()
 
 
-def field_roles(node: Any) -> dict[str, str]:
+def field_roles(node: object) -> dict[str, str]:
     """The roles of the fields of one state node that are recognised as moments."""
     roles = _ROLES_BY_STATE.get(type(node).__name__, _ROLES)
     return {field: roles[field] for field in field_names(node) if field in roles}

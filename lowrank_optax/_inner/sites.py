@@ -17,11 +17,9 @@ import jax
 import optax
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.boxes import unbox
-from lowrank_optax._arrays.tree import PyTree
+from lowrank_optax._arrays.boxes import Leaf, unbox
+from lowrank_optax._arrays.tree import Keys, OptState, PyTree
 from lowrank_optax._inner.roles import field_names, field_roles
-
-Keys = tuple[Any, ...]
 
 
 class Site(NamedTuple):
@@ -78,7 +76,7 @@ def sites(state: PyTree, mirrors: Collection[Keys]) -> list[Site]:
     """
     nodes: dict[Keys, Any] = {(): state}
 
-    def site(keys: Keys, value: Any) -> Site:
+    def site(keys: Keys, value: Leaf) -> Site:
         depth = next((d for d in range(len(keys) + 1) if keys[:d] in mirrors), None)
         trail, below = [], 0
         for number, key in enumerate(keys if depth is None else keys[:depth]):
@@ -136,7 +134,7 @@ def _pairs(state: PyTree) -> list[tuple[Keys, Any]]:
     return jax.tree_util.tree_flatten_with_path(state, is_leaf=tree.is_leaf)[0]
 
 
-def _child(node: Any, key: Any) -> Any:
+def _child(node: OptState, key: Any) -> Any:
     """What a key of a JAX path leads to; None where that cannot be told."""
     for attribute in ("key", "idx"):
         if hasattr(key, attribute):

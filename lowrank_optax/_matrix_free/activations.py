@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays.contract import on_replicated
+from lowrank_optax._arrays import factorize
 from lowrank_optax._arrays.orthonormal import gram, orthonormalize, times
+from lowrank_optax._arrays.tree import Params
 from lowrank_optax._bases import find
 from lowrank_optax._checks import Rank, check_choice, check_rank
 from lowrank_optax._matrix_free.loss import CompactLoss
@@ -38,18 +39,13 @@ def _ordered(
     batch_ndim: int,
 ) -> Float[Array, "*rows r"]:
     """An orthonormal basis of ``A Ω`` whose columns are principal directions, largest first."""
-
-    def descending(small: Array) -> Array:
-        return jnp.linalg.eigh(small)[1][..., ::-1]
-
-    small = gram(directions, images, batch_ndim)
-    vectors = on_replicated(descending, small)
+    vectors = factorize.eigenvectors(gram(directions, images, batch_ndim))
     return orthonormalize(times(images, vectors, batch_ndim), noise, batch_ndim)
 
 
 def activation_basis(
     loss_fn: Callable[[Any, Any], Any],
-    params: Any,
+    params: Params,
     batches: Iterable[Any],
     *,
     rank: Rank = 32,
@@ -121,7 +117,7 @@ def activation_basis(
         used.add(path)
 
     @jax.jit
-    def moments(params: Any, batch: Any, directions: list[Array]) -> list[Array]:
+    def moments(params: Params, batch: Any, directions: list[Array]) -> list[Array]:
         never = jnp.zeros([], bool)
         facts = (Tracking(), never, never, never)
         seen = [CompactTarget(target, Bases(), *facts) for target in plan.projections]

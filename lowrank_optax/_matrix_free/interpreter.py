@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from lowrank_optax._arrays.jaxpr import bind, open_jaxpr
+from lowrank_optax._arrays.jaxpr import Atom, Equation, Jaxpr, Operand, bind, open_jaxpr
 from lowrank_optax._matrix_free import rules
 from lowrank_optax._matrix_free.weight import Factored, materialise
 
@@ -23,7 +23,7 @@ from lowrank_optax._matrix_free.weight import Factored, materialise
 Use = tuple[str, str, bool]
 Report = Callable[[Use], None]
 
-_Rule = Callable[[Any, Sequence[Any], Report], Any]
+_Rule = Callable[[Equation, Sequence[Operand], Report], Operand]
 _RULES: dict[str, _Rule] = {}
 
 
@@ -36,7 +36,9 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
     return register
 
 
-def evaluate(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], report: Report) -> list[Any]:
+def evaluate(
+    jaxpr: Jaxpr, consts: Sequence[Operand], inputs: Sequence[Operand], report: Report
+) -> list[Operand]:
     """Evaluates a jaxpr whose inputs may be factored weights.
 
     Args:
@@ -48,9 +50,9 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], report: R
     Returns:
         The outputs; a weight that passes straight through stays factored.
     """
-    values: dict[Any, Any] = {}
+    values: dict[Atom, Operand] = {}
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Operand:
         return atom.val if hasattr(atom, "val") else values[atom]
 
     values.update(zip(jaxpr.constvars, consts, strict=True))
@@ -66,7 +68,7 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], report: R
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _apply(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _apply(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     rule = _RULES.get(eqn.primitive.name)
     results = NotImplemented if rule is None else rule(eqn, operands, report)
     if results is NotImplemented:
@@ -74,7 +76,7 @@ def _apply(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
     return results
 
 
-def _materialised(operands: Sequence[Any], primitive: str, report: Report) -> list[Any]:
+def _materialised(operands: Sequence[Operand], primitive: str, report: Report) -> list[Operand]:
     arrays = []
     for operand in operands:
         if isinstance(operand, Factored):
@@ -84,7 +86,7 @@ def _materialised(operands: Sequence[Any], primitive: str, report: Report) -> li
     return arrays
 
 
-def _as_arrays(jaxpr: Any, operands: Sequence[Any], report: Report) -> list[Any]:
+def _as_arrays(jaxpr: Jaxpr, operands: Sequence[Operand], report: Report) -> list[Operand]:
     """Evaluates an inner jaxpr; weights that it returns are materialised."""
     inner, consts = open_jaxpr(jaxpr)
     return _materialised(evaluate(inner, consts, operands, report), "output", report)
@@ -94,7 +96,7 @@ def _as_arrays(jaxpr: Any, operands: Sequence[Any], report: Report) -> list[Any]
 
 
 @_rule("dot_general")
-def _dot_general(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _dot_general(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     left, right = operands
     if isinstance(left, Factored) and isinstance(right, Factored):
         return NotImplemented
@@ -110,7 +112,7 @@ def _dot_general(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
 
 
 @_rule("gather")
-def _gather(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _gather(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     table, indices = operands
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     if not isinstance(table, Factored) or not rules.can_gather(table, numbers, sizes):
@@ -123,14 +125,14 @@ def _gather(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
 
 
 @_rule("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "sharding_constraint")
-def _same_axes(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _same_axes(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     del report
     (weight,) = operands
     return weight.with_weight(bind(eqn, [weight.weight]))
 
 
 @_rule("transpose")
-def _transpose(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _transpose(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     del report
     (weight,) = operands
     axes = tuple(weight.axes[i] for i in eqn.params["permutation"])
@@ -138,7 +140,7 @@ def _transpose(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
 
 
 @_rule("reshape", "squeeze", "expand_dims")
-def _reshape(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _reshape(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     del report
     if len(operands) != 1 or (eqn.params.get("dimensions") and eqn.primitive.name == "reshape"):
         return NotImplemented
@@ -148,7 +150,7 @@ def _reshape(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
 
 
 @_rule("slice")
-def _slice(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _slice(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     """One layer of a stack, ``w[i]`` with a Python index."""
     del report
     (weight,) = operands
@@ -166,7 +168,7 @@ def _slice(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
 
 
 @_rule("dynamic_slice")
-def _dynamic_slice(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _dynamic_slice(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     """One layer of a stack, ``w[i]`` with a traced index."""
     del report
     weight, *starts = operands
@@ -198,7 +200,7 @@ def _one_layer(weight: Factored, position: int, take: Callable[[Array, int], Arr
 
 
 @_rule("jit", "pjit", "closed_call", "core_call")
-def _jit(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _jit(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     if any("Unspecified" not in type(sharding).__name__ for sharding in shardings):
         return NotImplemented
@@ -209,7 +211,7 @@ def _jit(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
 
 
 @_rule("checkpoint", "remat2", "remat")
-def _checkpoint(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _checkpoint(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     def body(*operands):
         return _as_arrays(eqn.params["jaxpr"], operands, report)
 
@@ -219,7 +221,7 @@ def _checkpoint(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
     return rematerialised(*operands)
 
 
-def _scan_groups(params: dict[str, Any], operands: Sequence[Any]) -> tuple[list, list, list]:
+def _scan_groups(params: dict[str, Any], operands: Sequence[Operand]) -> tuple[list, list, list]:
     """A scan's operands as constants, carry and scanned inputs."""
     if "num_consts" in params:
         consts = params["num_consts"]
@@ -233,7 +235,7 @@ def _scan_groups(params: dict[str, Any], operands: Sequence[Any]) -> tuple[list,
 
 
 @_rule("scan")
-def _scan(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _scan(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     params = eqn.params
     consts, carry, scanned = _scan_groups(params, operands)
     carry = _materialised(carry, "scan carry", report)
@@ -265,7 +267,7 @@ def _scan(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
 
 
 @_rule("cond")
-def _cond(eqn: Any, operands: Sequence[Any], report: Report) -> Any:
+def _cond(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operand:
     index, *arguments = operands
     if isinstance(index, Factored):
         return NotImplemented

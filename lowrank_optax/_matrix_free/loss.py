@@ -134,7 +134,7 @@ def _spread(product: Product, weight: Array) -> Array:
     return mesh.place(product.core, axes, weight, spreading=True)
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 

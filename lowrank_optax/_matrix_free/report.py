@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from lowrank_optax._arrays.tree import OptState
 from lowrank_optax._matrix_free.loss import CompactLoss
 from lowrank_optax._matrix_free.products import main_product
 from lowrank_optax._matrix_free.targets import find_targets
@@ -42,7 +43,7 @@ class CompactReport:
 def compact_report(
     loss_fn: Callable[..., Any],
     *args: Any,
-    opt_state: Any,
+    opt_state: OptState,
     argnums: int = 0,
     has_aux: bool = False,
     **kwargs: Any,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lowrank_optax._arrays.tree import OptState
 from lowrank_optax._bases.storage import store_all
 from lowrank_optax._matrix_free.loss import CompactLoss
 from lowrank_optax._matrix_free.products import main_product, split_extra
@@ -95,7 +96,7 @@ def compact_value_and_grad(
 
     def grad_fn(
         *args: Any,
-        opt_state: Any,
+        opt_state: OptState,
         bases: CompactBases | None = None,
         extra: dict[str, Array] | None = None,
         **kwargs: Any,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lowrank_optax._arrays.tree import OptState, Params
 from lowrank_optax._checks import choose
 from lowrank_optax._matrix_free.value_and_grad import compact_value_and_grad
 from lowrank_optax._memory.models import ModelShape
@@ -47,7 +48,9 @@ def _rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def make_loss(model: ModelShape, mesh: Mesh, remat: bool) -> Callable[[Any, jax.Array], jax.Array]:
+def make_loss(
+    model: ModelShape, mesh: Mesh, remat: bool
+) -> Callable[[Params, jax.Array], jax.Array]:
     """``loss(params, tokens)``: next-token cross entropy, layers scanned.
 
     Attention is plain, with its float32 scores; no fused kernel is assumed.
@@ -60,11 +63,11 @@ def make_loss(model: ModelShape, mesh: Mesh, remat: bool) -> Callable[[Any, jax.
         spec = PartitionSpec(axes, *[None] * (x.ndim - 1))
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    def linear(x: jax.Array, w: Any) -> jax.Array:
+    def linear(x: jax.Array, w: Params) -> jax.Array:
         y = x @ w["kernel"]
         return y + w["bias"] if "bias" in w else y
 
-    def attention(x: jax.Array, w: Any) -> jax.Array:
+    def attention(x: jax.Array, w: Params) -> jax.Array:
         groups = model.heads // model.kv_heads
         heads = (*x.shape[:2], -1, model.head_width)
         q, k, v = (linear(x, w[name]).reshape(heads) for name in ("q_proj", "k_proj", "v_proj"))
@@ -76,14 +79,14 @@ def make_loss(model: ModelShape, mesh: Mesh, remat: bool) -> Callable[[Any, jax.
         mixed = jnp.einsum("bkgts,bskh->btkgh", weights, v)
         return linear(mixed.reshape(*x.shape[:2], -1), w["o_proj"])
 
-    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    def layer(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
         x = on_batch(x)
         x = x + attention(_norm(x, w["input_layernorm"]["scale"]), w["self_attn"])
         h, mlp = _norm(x, w["post_attention_layernorm"]["scale"]), w["mlp"]
         gated = jax.nn.silu(linear(h, mlp["gate_proj"])) * linear(h, mlp["up_proj"])
         return on_batch(x + linear(gated, mlp["down_proj"])), None
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+    def loss(params: Params, tokens: jax.Array) -> jax.Array:
         embedding = params["embed_tokens"]["embedding"]
         x = on_batch(embedding[tokens])
         body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
@@ -97,15 +100,17 @@ def make_loss(model: ModelShape, mesh: Mesh, remat: bool) -> Callable[[Any, jax.
 
 
 def make_step(
-    loss: Callable[[Any, jax.Array], jax.Array],
+    loss: Callable[[Params, jax.Array], jax.Array],
     tx: optax.GradientTransformation,
     matrix_free: bool,
-) -> Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]:
+) -> Callable[[Params, OptState, jax.Array], tuple[Params, OptState, jax.Array]]:
     """``step(params, opt_state, tokens) -> params, opt_state, loss``."""
     update = optax.with_extra_args_support(tx).update
     full, compact = jax.value_and_grad(loss), compact_value_and_grad(loss)
 
-    def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def step(
+        params: Params, opt_state: OptState, tokens: jax.Array
+    ) -> tuple[Params, OptState, jax.Array]:
         if matrix_free:
             value, grads, bases = compact(params, tokens, opt_state=opt_state)
             updates, opt_state = update(grads, opt_state, params, bases=bases)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from lowrank_optax._arrays.tree import Params
 from lowrank_optax._checks import choose
 
 
@@ -159,7 +160,7 @@ def model_shape(model: Any) -> ModelShape:
     return MODELS[choose("model", str(model), MODELS)]
 
 
-def abstract_params(model: ModelShape, dtype: Any = jnp.bfloat16) -> Any:
+def abstract_params(model: ModelShape, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> Params:
     """The model's weights as shapes: nested dicts, layers stacked on a leading axis."""
     layers, width, hidden = model.layers, model.width, model.hidden
 
@@ -194,7 +195,7 @@ def abstract_params(model: ModelShape, dtype: Any = jnp.bfloat16) -> Any:
     return params
 
 
-def param_specs(params: Any) -> Any:
+def param_specs(params: Params) -> Params:
     """Partition specs for :func:`abstract_params` on mesh axes ``fsdp`` and ``tp``.
 
     Heads, the hidden axis and the vocabulary are split by ``tp``, the width by ``fsdp``.

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lowrank_optax._arrays.mesh import axis_names, fit, spec_of
-from lowrank_optax._arrays.tree import by_path, find_states
+from lowrank_optax._arrays.tree import OptState, Params, PyTree, by_path, find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._memory.decoder import BATCH_AXES, make_optimizer
 from lowrank_optax._memory.models import ModelShape, abstract_params, param_specs
@@ -85,7 +85,7 @@ def batch_spec(mesh: Mapping[str, int]) -> tuple[str, ...] | None:
     return tuple(name for name in BATCH_AXES if name in mesh) or None
 
 
-def placed_params(setting: Setting, mesh: Any) -> Any:
+def placed_params(setting: Setting, mesh: Any) -> Params:
     """The weights as shapes with shardings on ``mesh``, an abstract one or one of devices."""
     params = abstract_params(setting.model, setting.param_dtype)
     sizes = dict(mesh.shape)
@@ -101,7 +101,7 @@ def placed_params(setting: Setting, mesh: Any) -> Any:
     return jax.tree.map(place, params, param_specs(params))
 
 
-def abstract_state(tx: optax.GradientTransformation, params: Any, moment_dtype: str) -> Any:
+def abstract_state(tx: optax.GradientTransformation, params: Params, moment_dtype: str) -> OptState:
     """The optimizer's state as shapes with shardings, moments in a dtype of their own."""
 
     def place(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -119,7 +119,7 @@ def local_bytes(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def _tree_bytes(tree: Any) -> int:
+def _tree_bytes(tree: PyTree) -> int:
     return sum(map(local_bytes, jax.tree.leaves(tree)))
 
 
@@ -143,7 +143,7 @@ class _LowRank:
     thin: int = 0
 
 
-def _low_rank(params: Any, state: Any) -> _LowRank:
+def _low_rank(params: Params, state: OptState) -> _LowRank:
     weights = by_path(params)
     on_cores = {
         p: kept for s in find_states(state, SubspaceState) for p, kept in s.on_cores().items()
@@ -185,7 +185,7 @@ class _Pass:
     copies: int
 
 
-def _one_pass(setting: Setting, params: Any, platform: str | None) -> _Pass:
+def _one_pass(setting: Setting, params: Params, platform: str | None) -> _Pass:
     model, item = setting.model, jnp.dtype(setting.param_dtype).itemsize
     tensor = setting.mesh.get("tp", 1)
     tokens = setting.local_batch * setting.length

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like
 from lowrank_optax._arrays.orthonormal import gram, orthonormalize, times
+from lowrank_optax._arrays.tree import OptState
 from lowrank_optax._bases import find, storage
 from lowrank_optax._bases.schedule import NEVER
 from lowrank_optax._bases.state import TrackerState
@@ -68,7 +69,7 @@ def _leading(
     return jnp.where(usable, place_like(found.astype(start.dtype), start), start), usable
 
 
-def _first_moment(path: str, shape: tuple[int, ...], old: Sequence[Place]) -> Any:
+def _first_moment(path: str, shape: tuple[int, ...], old: Sequence[Place]) -> Array | None:
     """A weight's first moment in its own shape, if the old state has one."""
     found = [place for place in old if place.path == path and place.site.role == FIRST]
     # A sum of gradients that has just begun says less than an average over many steps.
@@ -114,7 +115,9 @@ def _kept_bases(kept: _Kept, projection: Projection, start: Bases) -> Bases:
     return jax.tree.map(one, kept.bases, start)
 
 
-def _found_bases(projection: Projection, start: Bases, moment: Any, seed: int) -> tuple[Bases, Any]:
+def _found_bases(
+    projection: Projection, start: Bases, moment: Array | None, seed: int
+) -> tuple[Bases, Array]:
     """The bases of a new target, and whether its first moment had any to give."""
     bases, usable = start, jnp.zeros([], jnp.bool_)
     if moment is None:
@@ -126,7 +129,7 @@ def _found_bases(projection: Projection, start: Bases, moment: Any, seed: int) -
     return bases, usable
 
 
-def _due(kept: _Kept, frozen: bool) -> Any:
+def _due(kept: _Kept, frozen: bool) -> Array:
     """The step of a kept basis's next refresh: as it was, unless it was or becomes frozen."""
     number = kept.projection.number
     due = kept.tracker.next_refresh[number]
@@ -139,8 +142,8 @@ def _carry_tracker(
     fresh: TrackerState,
     trackers: Sequence[TrackerState],
     old: Sequence[Place],
-    steps: Any,
-    arrays: Mapping[str, Any],
+    steps: Array | None,
+    arrays: Mapping[str, Array],
 ) -> TrackerState:
     tracking = fresh.plan.tracking
     next_refresh, refreshes = list(fresh.next_refresh), list(fresh.refreshes)
@@ -173,11 +176,11 @@ def _carry_tracker(
 
 
 def carry_bases(
-    fresh: Any,
+    fresh: OptState,
     trackers: Sequence[TrackerState],
     old: Sequence[Place],
-    steps: Any,
-    arrays: Mapping[str, Any],
+    steps: Array | None,
+    arrays: Mapping[str, Array],
 ) -> Any:
     """A fresh state whose trackers have the bases of an old one.
 
@@ -192,7 +195,7 @@ def carry_bases(
         ``fresh`` with other bases, counters and times of the next refresh.
     """
 
-    def carried(node: Any) -> Any:
+    def carried(node: OptState) -> OptState:
         if not isinstance(node, TrackerState):
             return node
         return _carry_tracker(node, trackers, old, steps, arrays)

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.boxes import rebox, unbox
+from lowrank_optax._arrays.boxes import Leaf, rebox, unbox
 from lowrank_optax._arrays.mesh import place_like
-from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._arrays.tree import OptState, Params, find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._migrate import bases, reencode
 from lowrank_optax._migrate.source import COUNTS, Biases, OldState
@@ -19,7 +20,7 @@ from lowrank_optax._migrate.space import Place, places, shape_in
 from lowrank_optax._plan.plan import Projection
 
 
-def _describe_array(x: Any) -> str:
+def _describe_array(x: Leaf) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
 
 
@@ -39,7 +40,12 @@ def _mismatch(given: Sequence[Place], expected: Sequence[Place]) -> str:
     return "" if extra is None else f"it has {_describe_array(got[extra])} at {extra!r}, unexpected"
 
 
-def _check(opt_state: Any, old_tx: Any, new_tx: Any, params: Any) -> None:
+def _check(
+    opt_state: OptState,
+    old_tx: optax.GradientTransformation,
+    new_tx: optax.GradientTransformation,
+    params: Params,
+) -> None:
     for name, tx in (("old_tx", old_tx), ("new_tx", new_tx)):
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(
@@ -47,7 +53,7 @@ def _check(opt_state: Any, old_tx: Any, new_tx: Any, params: Any) -> None:
                 f"got {tx!r}; the order is migrate(opt_state, old_tx, new_tx, params)"
             )
 
-    def difference(tx: Any) -> str:
+    def difference(tx: optax.GradientTransformation) -> str:
         with warnings.catch_warnings():  # what init says was said when the state was made
             warnings.simplefilter("ignore")
             expected = jax.eval_shape(tx.init, params)
@@ -66,7 +72,7 @@ def _check(opt_state: Any, old_tx: Any, new_tx: Any, params: Any) -> None:
 
 def _carry_moments(
     old: OldState, new: Sequence[Place], biases: Biases, shapes: dict[str, tuple[int, ...]]
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[int, Array]]:
     """The number of each array of the new state that is a moment, and its value."""
     turns: dict[Any, int] = {}
     calls: dict[Any, dict[int, Place]] = {}
@@ -118,11 +124,11 @@ def _carry_moments(
         yield from ((number, moved[s.site.field]) for number, s in numbers.items())
 
 
-def _projections(state: Any) -> list[Projection]:
+def _projections(state: OptState) -> list[Projection]:
     return [p for t in find_states(state, TrackerState) for p in t.plan.projections]
 
 
-def _initial_hyperparams(old_tx: Any, params: Any) -> dict[str, Any]:
+def _initial_hyperparams(old_tx: optax.GradientTransformation, params: Params) -> dict[str, Any]:
     """What the old optimizer's injected hyperparameters were before anyone changed them."""
 
     @jax.jit  # which computes nothing else of the state
@@ -137,7 +143,7 @@ def _initial_hyperparams(old_tx: Any, params: Any) -> dict[str, Any]:
 
 def _carry_rest(
     old: OldState, new: Sequence[Place], same_targets: bool, hyperparams: dict[str, Any]
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[int, Array]]:
     """The number of each other array that has a counterpart, and its value."""
     turns: dict[Any, int] = {}
     for number, place in enumerate(new):
@@ -172,11 +178,11 @@ def _warn_about(fresh: Sequence[Place]) -> None:
 
 
 def migrate(
-    opt_state: Any,
+    opt_state: OptState,
     old_tx: optax.GradientTransformation,
     new_tx: optax.GradientTransformation,
-    params: Any,
-) -> Any:
+    params: Params,
+) -> OptState:
     r"""Carries an optimizer's state over to another optimizer for the same params.
 
     From a whole weight to a basis P, from a basis to the whole weight, to another rank, another

@@ -22,7 +22,7 @@ from lowrank_optax._plan.plan import Projection
 from lowrank_optax._plan.view import Bases
 
 
-def _resized(x: Array, axis: int, size: int, filler: Any) -> Array:
+def _resized(x: Array, axis: int, size: int, filler: Array) -> Array:
     """``x`` with its first ``size`` entries along an axis, continued by ``filler``."""
     old = x.shape[axis]
     if size <= old:

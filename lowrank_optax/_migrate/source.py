@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import optax
+from jaxtyping import Array
 
+from lowrank_optax._arrays.tree import OptState, Params
 from lowrank_optax._inner import carry, probe
 from lowrank_optax._inner.roles import SECOND
 from lowrank_optax._migrate.space import Place, places
@@ -41,7 +44,7 @@ class OldState:
         return same_place or found[min(turn, len(found) - 1)]
 
     @functools.cached_property
-    def steps(self) -> Any:
+    def steps(self) -> Array | None:
         """How many updates the old optimizer has made, None if nothing counted them."""
         with_moments = {id(place.site.owner) for place in self.places if place.site.role}
         for field in COUNTS:
@@ -56,7 +59,7 @@ class OldState:
 class Biases:
     """By what to scale squares of first moments, to compare them with second moments."""
 
-    def __init__(self, old: OldState, old_tx: Any, params: Any):
+    def __init__(self, old: OldState, old_tx: optax.GradientTransformation, params: Params):
         # For each node of the old state that has moments, what two steps of gradient 1 make of
         # each of its arrays: by field and weight.
         self._probed: dict[int, dict[tuple[str, str], tuple[Any, Any]]] = {}
@@ -76,7 +79,7 @@ class Biases:
             for (node, _), (_, first), (_, second) in zip(nodes, one, two, strict=True):
                 self._probed[id(node)] = {key: (x, second.get(key)) for key, x in first.items()}
 
-    def of(self, node: Any, path: str, first: str, second: str, steps: Any) -> Any:
+    def of(self, node: OptState, path: str, first: str, second: str, steps: Array | None) -> Any:
         """The factor c for one weight."""
         probed = self._probed.get(id(node))
         if probed is None:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from lowrank_optax._arrays.tree import PyTree, find_states
 from lowrank_optax._bases.state import TrackerState
@@ -76,7 +77,7 @@ class Place(NamedTuple):
         return isinstance(self.site.owner, TrackerState)
 
 
-def places(state: PyTree, params: PyTree, tx: Any) -> list[Place]:
+def places(state: PyTree, params: PyTree, tx: optax.GradientTransformation) -> list[Place]:
     """Every array of an optimizer state, in the order of its leaves.
 
     Args:

@@ -8,10 +8,10 @@ import optax
 from jaxtyping import Array
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.boxes import rebox, unbox
+from lowrank_optax._arrays.boxes import Leaf, rebox, unbox
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import place_like
-from lowrank_optax._arrays.tree import PyTree, find_states
+from lowrank_optax._arrays.tree import OptState, Params, PyTree, Updates, find_states
 from lowrank_optax._bases.gradient import Gradient
 from lowrank_optax._bases.refresh import refresh_basis
 from lowrank_optax._bases.state import TrackerState
@@ -34,11 +34,11 @@ class ErrorFeedbackState(NamedTuple):
             ``optax.MaskedNode()`` elsewhere.
     """
 
-    subspace_state: Any
-    feedback: Any
+    subspace_state: PyTree
+    feedback: PyTree
 
 
-def _found(state: Any) -> tuple[SubspaceState, TrackerState]:
+def _found(state: OptState) -> tuple[SubspaceState, TrackerState]:
     subspace = find_states(state, SubspaceState)
     trackers = [t for s in subspace for t in find_states(s.tracker_state, TrackerState)]
     if len(subspace) != 1 or len(trackers) != 1:
@@ -111,17 +111,19 @@ def error_feedback(
     inner = optax.with_extra_args_support(optimizer)
     dtype = jnp.dtype(dtype)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: Params) -> OptState:
         subspace_state = inner.init(params)
         _, tracker = _found(subspace_state)
         leaves, treedef = tree.flatten(params)
-        buffers: list[Any] = [None] * len(leaves)
+        buffers: list[Leaf] = [None] * len(leaves)
         for projection in tracker.plan.projections:
             weight = unbox(leaves[projection.index])
             buffers[projection.index] = place_like(jnp.zeros(weight.shape, dtype), weight)
         return ErrorFeedbackState(subspace_state, tree.sparse_tree(treedef, buffers))
 
-    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update_fn(
+        updates: Updates, state: OptState, params: Params | None = None, **extra_args: Any
+    ) -> tuple[Updates, OptState]:
         subspace, before = _found(state.subspace_state)
         projections = before.plan.projections
         moments = _first_moments(subspace.inner_state, updates)

@@ -1,11 +1,13 @@
 """Lion in a subspace, done right: ``sign_lift``."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from lowrank_optax._arrays.jaxpr import Jaxpr
+from lowrank_optax._arrays.tree import OptState, Params, PyTree, Updates
 from lowrank_optax._subspace.lift import Lift
 
 
@@ -67,7 +69,7 @@ class LionMomentumState(NamedTuple):
         mu: the momentum, a tree like params.
     """
 
-    mu: Any
+    mu: PyTree
 
 
 def lion_momentum(b1: float = 0.9, b2: float = 0.99) -> optax.GradientTransformation:
@@ -92,13 +94,15 @@ def lion_momentum(b1: float = 0.9, b2: float = 0.99) -> optax.GradientTransforma
         0.1
     """
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: Params) -> OptState:
         return LionMomentumState(optax.tree.zeros_like(params))
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+    def update_fn(
+        updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
         del params
 
-        def mixed(b: float) -> Any:
+        def mixed(b: float) -> PyTree:
             return jax.tree.map(lambda g, m: (1 - b) * g.astype(m.dtype) + b * m, updates, state.mu)
 
         return mixed(b1), LionMomentumState(mixed(b2))
@@ -106,7 +110,7 @@ def lion_momentum(b1: float = 0.9, b2: float = 0.99) -> optax.GradientTransforma
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _signs(jaxpr: Any) -> set[tuple[int, ...]]:
+def _signs(jaxpr: Jaxpr) -> set[tuple[int, ...]]:
     """The shapes of which a computation takes signs."""
     found = {e.invars[0].aval.shape for e in jaxpr.eqns if e.primitive.name == "sign"}
     for equation in jaxpr.eqns:
@@ -117,7 +121,7 @@ def _signs(jaxpr: Any) -> set[tuple[int, ...]]:
     return found
 
 
-def _check_takes_no_sign(inner: Any, cores: Any) -> None:
+def _check_takes_no_sign(inner: optax.GradientTransformation | None, cores: PyTree) -> None:
     if inner is None:
         return
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cores)

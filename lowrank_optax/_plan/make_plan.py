@@ -11,6 +11,7 @@ import numpy as np
 from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import unbox
 from lowrank_optax._arrays.static import register_with_flax
+from lowrank_optax._arrays.tree import Params
 from lowrank_optax._checks import Rank, check_rank
 from lowrank_optax._plan import layouts
 from lowrank_optax._plan.layouts import Kind
@@ -138,7 +139,7 @@ def _requested(
 
 
 def make_plan(
-    params: Any, targets: Targets, rank: Rank, side: str, tracking: Tracking | None = None
+    params: Params, targets: Targets, rank: Rank, side: str, tracking: Tracking | None = None
 ) -> Plan:
     """Decides for every leaf of ``params`` whether and how it is projected.
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from lowrank_optax._arrays import tree
+from lowrank_optax._arrays.tree import PyTreeDef
 from lowrank_optax._checks import Rank, check_choice, check_rank
 from lowrank_optax._plan.layouts import Kind
 
@@ -89,7 +90,7 @@ def as_target(entry: TargetLike, path: str) -> Target | None:
         ) from None
 
 
-def is_entry(x: Any) -> bool:
+def is_entry(x: object) -> bool:
     """Whether ``x`` is one leaf's entry in a pytree of them."""
     return x is None or isinstance(x, Target) or hasattr(x, "reduction_axis")
 
@@ -163,7 +164,7 @@ def is_table(targets: Targets) -> bool:
     )
 
 
-def entries_of_tree(targets: Any, treedef: Any, paths: Sequence[str]) -> list[Target | None]:
+def entries_of_tree(targets: Any, treedef: PyTreeDef, paths: Sequence[str]) -> list[Target | None]:
     """Reads a pytree of entries that is parallel to params."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=is_entry)
     given = [tree.path_name(path) for path, _ in pairs]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._arrays.tree import OptState, find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._checks import check_rank
 from lowrank_optax._plan.plan import Projection
@@ -137,7 +137,7 @@ class RankGrowth:
         cap = round(self.cap * smaller) if isinstance(self.cap, float) else int(self.cap)
         return max(projection.rank, min(math.ceil(projection.rank * self.factor), cap, smaller))
 
-    def __call__(self, opt_state: Any, step: int) -> list[tuple[str, Any]] | None:
+    def __call__(self, opt_state: OptState, step: int) -> list[tuple[str, Any]] | None:
         """Looks at a state and proposes ranks.
 
         Args:
@@ -183,7 +183,7 @@ class RankGrowth:
         return rules.rank_rules(leaves, ranks)
 
 
-def _watched(opt_state: Any) -> Iterator[tuple[TrackerState, np.ndarray | None]]:
+def _watched(opt_state: OptState) -> Iterator[tuple[TrackerState, np.ndarray | None]]:
     """Each tracker, and the energy of each of its targets where it is known."""
     inside = set()
     for node in find_states(opt_state, SubspaceState):

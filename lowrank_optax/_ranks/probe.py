@@ -11,6 +11,7 @@ import numpy as np
 from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import unbox
 from lowrank_optax._arrays.compact import Compact
+from lowrank_optax._arrays.tree import PyTree
 from lowrank_optax._checks import check_choice, check_rank
 from lowrank_optax._plan.make_plan import make_plan
 from lowrank_optax._plan.plan import Plan
@@ -143,7 +144,7 @@ def _without_ranks(targets: Any) -> Any:
     return jax.tree.map(lambda entry: _without_rank(entry, "targets"), targets, is_leaf=is_entry)
 
 
-def _gradient_leaves(plan: Plan, gradients: Any, number: int) -> list[Any]:
+def _gradient_leaves(plan: Plan, gradients: PyTree, number: int) -> list[Any]:
     paths, leaves, _ = tree.flatten_with_paths(gradients)
     if paths != [leaf.path for leaf in plan.leaves]:
         odd = sorted({leaf.path for leaf in plan.leaves} ^ set(paths))

@@ -75,7 +75,7 @@ def gram_of(gradient: Float[Array, "..."], view: View, side: str) -> Array:
     )
 
 
-def singular_values(gram: Any, view: View, side: str) -> np.ndarray:
+def singular_values(gram: Array, view: View, side: str) -> np.ndarray:
     """The square roots of a Gram matrix's eigenvalues, descending, in float64."""
     size = view.rows if side == REDUCTION else view.columns
     matrix = np.asarray(gram, np.float64).reshape(*view.batch_shape, size, size)
@@ -105,7 +105,7 @@ class SpectrumSum:
         self.spectra: list[np.ndarray] = []
         self.batches = 0
 
-    def add(self, gradient: Any) -> None:
+    def add(self, gradient: object) -> None:
         """Takes in one batch's gradient; one that is not finite, or 0, is passed over."""
         gradient = jnp.asarray(gradient)
         if not is_usable(gradient):

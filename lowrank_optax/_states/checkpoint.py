@@ -1,19 +1,17 @@
 """Telling before a restore whether a checkpoint holds the state of this optimizer."""
 
-from typing import Any
-
 from lowrank_optax._arrays.boxes import unbox
-from lowrank_optax._arrays.tree import flatten_with_paths
+from lowrank_optax._arrays.tree import PyTree, flatten_with_paths
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     paths, leaves, _ = flatten_with_paths(tree)
     # Orbax describes what has no arrays, such as a masked position, by entries without a shape.
     shapes = [getattr(unbox(leaf), "shape", None) for leaf in leaves]
     return {p: tuple(shape) for p, shape in zip(paths, shapes, strict=True) if shape is not None}
 
 
-def check_restorable(saved: Any, like: Any) -> None:
+def check_restorable(saved: PyTree, like: PyTree) -> None:
     """Raises unless a checkpoint has the leaves that a state has, in its shapes.
 
     Checkpoint libraries report a mismatch by shapes alone, or not at all. This one names the leaf,

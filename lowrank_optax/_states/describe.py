@@ -3,18 +3,17 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from lowrank_optax._arrays import tree
-from lowrank_optax._arrays.boxes import unbox
-from lowrank_optax._arrays.tree import PyTree, find_states
+from lowrank_optax._arrays.boxes import Leaf, unbox
+from lowrank_optax._arrays.tree import Params, PyTree, find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._inner.sites import Site, kept_fields, mirrors, sites
-from lowrank_optax._plan.view import OUTPUT, REDUCTION
+from lowrank_optax._plan.view import OUTPUT, REDUCTION, View
 from lowrank_optax._subspace.state import SubspaceState
 from lowrank_optax._text import format_bytes, table
 
@@ -93,11 +92,11 @@ class Description:
         return "\n".join([table(head, cells, left=len(head)), *self.notes])
 
 
-def _bytes(x: Any) -> int:
+def _bytes(x: Leaf) -> int:
     return math.prod(x.shape) * x.dtype.itemsize  # typed keys have no NumPy dtype
 
 
-def _view_text(view: Any) -> str:
+def _view_text(view: View) -> str:
     return " x ".join(map(str, (*view.batch_shape, f"{view.rows}x{view.columns}")))
 
 
@@ -119,7 +118,7 @@ def _sites(tx: optax.GradientTransformation, params: PyTree) -> list[Site]:
     return sites(state, mirrors(state, params, tx))
 
 
-def describe(tx: optax.GradientTransformation, params: Any) -> Description:
+def describe(tx: optax.GradientTransformation, params: Params) -> Description:
     """Shows, per leaf, how an optimizer projects params and what it stores for them.
 
     Nothing is computed or allocated: it works for models that do not fit here.

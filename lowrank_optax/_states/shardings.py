@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import is_box, rebox, unbox
 from lowrank_optax._arrays.mesh import Names, axis_names, fit, spec_of, spread
-from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._arrays.tree import OptState, Params, find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._bases.storage import packed_shape
 from lowrank_optax._inner.sites import Site, mirrors, sites
@@ -54,7 +54,7 @@ def _core_of(projection: Projection, parameter: _Placed, mesh: Mapping[str, int]
     return _derived(parameter, projection.core_shape, axes, mesh)
 
 
-def _projection_of(site: Site, states: Any) -> Projection | None:
+def _projection_of(site: Site, states: OptState) -> Projection | None:
     """How the weight of an array is projected, by the trackers in some state around it."""
     for tracker in find_states(states, TrackerState):
         for projection in tracker.plan.projections:
@@ -86,11 +86,11 @@ def _candidates(site: Site, parameter: _Placed, mesh: Mapping[str, int]) -> list
     return [parameter]
 
 
-def _is_sharding(x: Any) -> bool:
+def _is_sharding(x: object) -> bool:
     return x is None or isinstance(x, Sharding | PartitionSpec)
 
 
-def _shardings_of(params: Any, param_shardings: Any) -> list[Any]:
+def _shardings_of(params: Params, param_shardings: Any) -> list[Any]:
     """One sharding, partition spec or None for each leaf of params."""
     paths, leaves, _ = tree.flatten_with_paths(params)
     if param_shardings is None:
@@ -98,7 +98,7 @@ def _shardings_of(params: Any, param_shardings: Any) -> list[Any]:
     if _is_sharding(param_shardings):
         return [param_shardings] * len(leaves)
 
-    def is_leaf(x: Any) -> bool:
+    def is_leaf(x: object) -> bool:
         return _is_sharding(x) or is_box(x)
 
     pairs, _ = jax.tree_util.tree_flatten_with_path(param_shardings, is_leaf=is_leaf)
@@ -146,7 +146,7 @@ def _mesh_sizes(shardings: Sequence[Any]) -> tuple[Any, dict[str, int]]:
 
 
 def state_shardings(
-    tx: optax.GradientTransformation | optax.MultiSteps, params: Any, param_shardings: Any = None
+    tx: optax.GradientTransformation | optax.MultiSteps, params: Params, param_shardings: Any = None
 ) -> Any:
     """Where each array of an optimizer's state belongs, given where the parameters are.
 

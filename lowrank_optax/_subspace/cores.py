@@ -5,12 +5,11 @@ where the leaf is boxed; products use them on the axes of their own side.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from lowrank_optax._arrays.boxes import rebox_part, unbox
+from lowrank_optax._arrays.boxes import Leaf, MaybeBox, rebox_part, unbox
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.mesh import explicit_spec
 from lowrank_optax._arrays.tree import PyTree, flatten, unflatten
@@ -29,7 +28,10 @@ def zero_cores(tracker: TrackerState, params: PyTree) -> PyTree:
 
 
 def with_cores(
-    tree: PyTree, projections: Sequence[Projection], cores: Sequence[jax.Array], like: Sequence[Any]
+    tree: PyTree,
+    projections: Sequence[Projection],
+    cores: Sequence[jax.Array],
+    like: Sequence[MaybeBox],
 ) -> PyTree:
     """A tree with cores, as the inner optimizer keeps them, in the place of targets.
 
@@ -62,6 +64,6 @@ def gathered(projection: Projection, bases: Bases, like: jax.Array) -> Bases:
     return Bases(**sides)
 
 
-def arrays(tree: PyTree) -> list[Any]:
+def arrays(tree: PyTree) -> list[Leaf]:
     """The leaves of a tree without their boxes."""
     return [unbox(leaf) for leaf in flatten(tree)[0]]

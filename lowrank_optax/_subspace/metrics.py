@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.norms import norm, unit
-from lowrank_optax._arrays.tree import find_states
+from lowrank_optax._arrays.tree import OptState, find_states
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._plan.plan import Plan
 from lowrank_optax._subspace.state import SubspaceState
@@ -134,7 +134,7 @@ def _worst(name: str, values: Array) -> Array:
     return jnp.min(values)
 
 
-def metrics(opt_state: Any) -> Metrics:
+def metrics(opt_state: OptState) -> Metrics:
     """Reads what the last update lost, per leaf, from an optimizer state.
 
     Args:

@@ -11,15 +11,12 @@ from typing import Any
 import jax
 import optax
 
-from lowrank_optax._arrays.boxes import rebox, unbox
-from lowrank_optax._arrays.compact import Compact
-from lowrank_optax._arrays.mesh import place_like
-from lowrank_optax._arrays.tree import find_states, flatten, unflatten
+from lowrank_optax._arrays.tree import OptState, Params, Updates, find_states, flatten
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._checks import check_choice
 from lowrank_optax._inner import carry
 from lowrank_optax._subspace import step
-from lowrank_optax._subspace.cores import arrays, with_cores, zero_cores
+from lowrank_optax._subspace.cores import with_cores, zero_cores
 from lowrank_optax._subspace.lift import Lift, subspace_lift
 from lowrank_optax._subspace.metrics import empty_fidelity, stack_fidelities
 from lowrank_optax._subspace.nonlinearity import Nonlinearity
@@ -62,7 +59,7 @@ def subspace_optimizer(
     track = optax.with_extra_args_support(basis)
     optimizer = None if inner is None else optax.with_extra_args_support(inner)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: Params) -> OptState:
         tracker_state = track.init(params)
         tracker = _tracker_in(name, tracker_state)
         cores = zero_cores(tracker, params)
@@ -77,11 +74,12 @@ def subspace_optimizer(
             fidelity=empty_fidelity(tracker.plan) if metrics else None,
         )
 
-    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update_fn(
+        updates: Updates, state: OptState, params: Params | None = None, **extra_args: Any
+    ) -> tuple[Updates, OptState]:
         before = _tracker_in(name, state.tracker_state)
         given = extra_args.get("bases")
         inner_args = {key: value for key, value in extra_args.items() if key != "bases"}
-        boxes, treedef = flatten(updates)
         like = flatten(updates if params is None else params)[0]
 
         # Track: the bases of this step.
@@ -114,46 +112,31 @@ def subspace_optimizer(
         answers, decay, inner_state = step.answered(
             targets, optimizer, cores, inner_state, params, inner_args
         )
-        inner_updates, results = arrays(answers), flatten(answers)[0]
-        targets = [
-            t._replace(update=inner_updates[t.projection.index], decay=decay[t.projection.index])
-            for t in targets
-        ]
+        targets = step.with_answers(targets, answers, decay)
 
         # Lift: full-sized updates.
         targets = step.sketched(targets, state.lift_state, before.tracker_count, given)
         lifted, lift_state = step.lifted(targets, chosen_lift, state.lift_state, scale)
         full = dict(zip((p.index for p in projections), lifted, strict=True))
-        if not (isinstance(scale, int | float) and scale == 1):
-            full |= {
-                index: step.scaled_full_rank(leaf, inner_updates[index], decay[index], scale)
-                for index, leaf in enumerate(tracker.plan.leaves)
-                if leaf.is_target and not leaf.sides
-            }
-        for index, update in full.items():
-            box = boxes[index]
-            if isinstance(box, Compact):  # of which only the parameter knows the form
-                box = None if params is None else like[index]
-            place = update if box is None else unbox(box)
-            dtype = place.dtype if optimizer is None else tracker.plan.leaves[index].dtype
-            results[index] = rebox(box, place_like(update.astype(dtype), place))
+        full |= step.scaled_full_rank(tracker.plan, answers, decay, scale)
+        dtypes = None if optimizer is None else [leaf.dtype for leaf in tracker.plan.leaves]
+        results = step.delivered(full, answers, updates, params, dtypes)
         fidelity = None
         if metrics:
             fidelity = stack_fidelities([step.compared(t) for t in targets], tracker.plan)
-        state = SubspaceState(tracker_state, inner_state, lift_state, fidelity)
-        return unflatten(treedef, results), state
+        return results, SubspaceState(tracker_state, inner_state, lift_state, fidelity)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_transformation(name: str, argument: str, value: Any, such_as: str) -> None:
+def _check_transformation(name: str, argument: str, value: object, such_as: str) -> None:
     if value is not None and not (hasattr(value, "init") and hasattr(value, "update")):
         raise TypeError(
             f"{name}: {argument} must be a gradient transformation such as {such_as}, got {value!r}"
         )
 
 
-def _tracker_in(name: str, state: Any) -> TrackerState:
+def _tracker_in(name: str, state: OptState) -> TrackerState:
     states = find_states(state, TrackerState)
     if len(states) != 1:
         raise ValueError(
@@ -163,10 +146,10 @@ def _tracker_in(name: str, state: Any) -> TrackerState:
     return states[0]
 
 
-def _warn_of_signs(name: str, inner_state: Any) -> None:
+def _warn_of_signs(name: str, inner_state: OptState) -> None:
     """Warns if the inner optimizer is Lion."""
 
-    def is_lion(node: Any) -> bool:
+    def is_lion(node: object) -> bool:
         return type(node).__name__ == "ScaleByLionState"
 
     if any(map(is_lion, jax.tree.leaves(inner_state, is_leaf=is_lion))):

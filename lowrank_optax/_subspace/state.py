@@ -1,11 +1,13 @@
 """The state of a subspace optimizer."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
 
 from lowrank_optax._arrays import tree
+from lowrank_optax._arrays.boxes import Leaf
+from lowrank_optax._arrays.tree import OptState, PyTree
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._inner.sites import mirrors, sites
 
@@ -20,14 +22,14 @@ class SubspaceState(NamedTuple):
         fidelity: vectors of metrics, one entry a target; None without ``metrics``.
     """
 
-    tracker_state: Any
-    inner_state: Any
-    lift_state: Any
-    fidelity: Any
+    tracker_state: PyTree
+    inner_state: OptState
+    lift_state: OptState
+    fidelity: PyTree
 
-    def on_cores(self) -> dict[str, list[Any]]:
+    def on_cores(self) -> dict[str, list[Leaf]]:
         """By path what the inner optimizer keeps of the shape of each target's core."""
-        found: dict[str, list[Any]] = {}
+        found: dict[str, list[Leaf]] = {}
         for tracker in tree.find_states(self.tracker_state, TrackerState):
             shapes = {p.path: p.core_shape for p in tracker.plan.projections}
             found |= {path: [] for path in shapes}
@@ -39,5 +41,5 @@ class SubspaceState(NamedTuple):
         return found
 
 
-def _is_place(x: Any) -> bool:
+def _is_place(x: object) -> bool:
     return isinstance(x, optax.MaskedNode) or tree.is_leaf(x)

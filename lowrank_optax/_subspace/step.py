@@ -4,7 +4,7 @@ What is known of a target grows from stage to stage: its bases (track), its core
 optimizer's answer (inner), the full-sized update (lift). :class:`TargetStep` is that knowledge.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +12,17 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from lowrank_optax._arrays.boxes import unbox
+from lowrank_optax._arrays.boxes import MaybeBox, rebox, unbox
 from lowrank_optax._arrays.compact import Compact
 from lowrank_optax._arrays.contract import wide_dtype
-from lowrank_optax._arrays.tree import PyTree, find_states, flatten
+from lowrank_optax._arrays.mesh import place_like
+from lowrank_optax._arrays.tree import OptState, PyTree, find_states, flatten, unflatten
 from lowrank_optax._bases.extra_directions import ExtraDirections
 from lowrank_optax._bases.gradient import Gradient
 from lowrank_optax._bases.state import TrackerState
 from lowrank_optax._inner import probe
 from lowrank_optax._inner.gain import gains
-from lowrank_optax._plan.plan import LeafPlan, Projection
+from lowrank_optax._plan.plan import Plan, Projection
 from lowrank_optax._plan.view import Bases
 from lowrank_optax._subspace.cores import arrays, gathered, with_cores
 from lowrank_optax._subspace.lift import Lift, LiftInput
@@ -71,13 +72,13 @@ class TargetStep(NamedTuple):
     gain: Array | None = None
 
 
-def bases_of(tracker: TrackerState, like: Sequence[Any]) -> list[Bases]:
+def bases_of(tracker: TrackerState, like: Sequence[MaybeBox]) -> list[Bases]:
     """The bases of each target in a tracker's state, where they are used."""
     pairs = zip(tracker.plan.projections, tracker.encoders(), strict=True)
     return [gathered(p, bases, unbox(like[p.index])) for p, bases in pairs]
 
 
-def tracked(tracker: TrackerState, updates: PyTree, like: Sequence[Any]) -> list[TargetStep]:
+def tracked(tracker: TrackerState, updates: PyTree, like: Sequence[MaybeBox]) -> list[TargetStep]:
     """The targets with their gradients and with the bases of now."""
     gradients = arrays(updates)
     tracker.plan.check_count(gradients, "updates")
@@ -109,7 +110,7 @@ def _core(target: TargetStep, nonlinearity: Nonlinearity | None) -> Float[Array,
 
 
 def sketched(
-    targets: Sequence[TargetStep], lift_state: Any, count: Array, given: Any
+    targets: Sequence[TargetStep], lift_state: OptState, count: Array, given: Any
 ) -> list[TargetStep]:
     """The targets with this step's extra directions, where the lift's state asks for some.
 
@@ -152,7 +153,7 @@ def answered(
     targets: Sequence[TargetStep],
     optimizer: optax.GradientTransformationExtraArgs | None,
     cores: PyTree,
-    state: Any,
+    state: OptState,
     params: PyTree | None,
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, list[Decay | None], Any]:
@@ -177,11 +178,22 @@ def answered(
     return updates, decay, state
 
 
+def with_answers(
+    targets: Sequence[TargetStep], answers: PyTree, decay: Sequence[Decay | None]
+) -> list[TargetStep]:
+    """The targets with the inner optimizer's answers and the decay in them."""
+    found = arrays(answers)
+    return [
+        t._replace(update=found[t.projection.index], decay=decay[t.projection.index])
+        for t in targets
+    ]
+
+
 def with_gains(
     targets: Sequence[TargetStep],
     optimizer: optax.GradientTransformationExtraArgs | None,
     cores: PyTree,
-    state: Any,
+    state: OptState,
     extra_args: dict[str, Any],
 ) -> list[TargetStep]:
     """The targets with the inner optimizer's answer to a gradient of 1."""
@@ -190,7 +202,7 @@ def with_gains(
 
 
 def lifted(
-    targets: Sequence[TargetStep], lift: Lift, lift_state: Any, scale: Any
+    targets: Sequence[TargetStep], lift: Lift, lift_state: OptState, scale: Any
 ) -> tuple[list[Array], Any]:
     """The full-sized update of each target, a scaled lift and unscaled decay; the lift's state."""
     outputs, lift_state = lift.update([_lift_input(t, lift) for t in targets], lift_state)
@@ -226,14 +238,59 @@ def _lift_input(target: TargetStep, lift: Lift) -> LiftInput:
 
 
 def scaled_full_rank(
-    leaf: LeafPlan, update: Array, decay: Decay | None, scale: Any
-) -> Float[Array, "..."]:
-    """The update of a target whose subspace is the whole space: scaled, but for its decay."""
-    update = update.astype(wide_dtype(update))
-    if decay is None:
-        return scale * update
-    decayed = decay.coefficient.astype(update.dtype) * decay.weight.astype(update.dtype)
-    return scale * (update - decayed) + decayed
+    plan: Plan, answers: PyTree, decay: Sequence[Decay | None], scale: Any
+) -> dict[int, Array]:
+    """The updates of targets whose subspace is the whole space, P = I: scaled, but for their decay.
+
+    Args:
+        plan: what is projected.
+        answers: the inner optimizer's updates.
+        decay: the decay in that of each leaf.
+        scale: the factor.
+
+    Returns:
+        Updates by the number of the leaf; none where the scale changes nothing.
+    """
+    if isinstance(scale, int | float) and scale == 1:
+        return {}
+    updates, scaled = arrays(answers), {}
+    for index, leaf in enumerate(plan.leaves):
+        if leaf.is_target and not leaf.sides:
+            update, here = updates[index].astype(wide_dtype(updates[index])), decay[index]
+            decayed = jnp.zeros_like(update)
+            if here is not None:
+                decayed = here.coefficient.astype(update.dtype) * here.weight.astype(update.dtype)
+            scaled[index] = scale * (update - decayed) + decayed
+    return scaled
+
+
+def delivered(
+    full: Mapping[int, Array],
+    answers: PyTree,
+    updates: PyTree,
+    params: PyTree | None,
+    dtypes: Sequence[str] | None,
+) -> PyTree:
+    """The inner optimizer's updates with full-sized ones put in their places.
+
+    Args:
+        full: full-sized updates by the number of the leaf.
+        answers: the inner optimizer's updates.
+        updates: the gradients.
+        params: the parameters, which alone know the form of a compact gradient; or None.
+        dtypes: of every leaf's update; None for those of gradients.
+    """
+    results, treedef = flatten(answers)
+    gradients = flatten(updates)[0]
+    weights = gradients if params is None else flatten(params)[0]
+    for index, update in full.items():
+        box = gradients[index]
+        if isinstance(box, Compact):
+            box = None if params is None else weights[index]
+        like = update if box is None else unbox(box)
+        dtype = like.dtype if dtypes is None else dtypes[index]
+        results[index] = rebox(box, place_like(update.astype(dtype), like))
+    return unflatten(treedef, results)
 
 
 def compared(target: TargetStep) -> Fidelity:
