@@ -98,15 +98,28 @@ def turn(path: pathlib.Path | None, alone: bool = False) -> Iterator[None]:
         yield
 
 
-def serve(tasks: dict[str, Callable[[], object]], about: dict[str, object]) -> None:
+def serve(
+    tasks: dict[str, Callable[[], object]],
+    about: dict[str, object],
+    prepare: Callable[[str], object] = lambda task: None,
+) -> None:
     """A worker's main loop: says ``about``, then runs tasks by name as it is told.
 
     Each line of input is ``name times``; each answer is a JSON list of wall and CPU seconds.
+
+    Args:
+        tasks: what is timed, by name.
+        about: what the worker says of itself.
+        prepare: called with the name before each run, and not timed.
     """
     print(json.dumps(about | {"tasks": list(tasks)}), flush=True)
     for line in sys.stdin:
         name, times = line.split()
-        print(json.dumps([timed(tasks[name]) for _ in range(int(times))]), flush=True)
+        found = []
+        for _ in range(int(times)):
+            prepare(name)
+            found.append(timed(tasks[name]))
+        print(json.dumps(found), flush=True)
 
 
 class Worker:
@@ -141,8 +154,10 @@ class Worker:
     def close(self) -> None:
         """Ends the process."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
+        self._process.stdout.close()
 
 
 def peak_bytes(compiled: Any) -> int:
