@@ -77,6 +77,11 @@ def _in_turns(
     Returns:
         The updates and the new state.
     """
+    # The function is traced on opened moments and then evaluated in turns. Two outputs that depend
+    # on a common moment are in one turn, for it is to be opened once; an optimizer that treats
+    # weights apart has a turn for each weight, whose moments are opened, worked on and closed
+    # together. One that mixes weights (a global norm of moments) has one turn for all, and is right
+    # all the same.
     codes, scales = jax.tree.leaves(state.codes), jax.tree.leaves(state.scales)
     dtypes = [_narrow_dtype(*pair) for pair in zip(codes, scales, strict=True)]
     shapes = jax.eval_shape(QuantizedState.opened, state)
@@ -88,7 +93,8 @@ def _in_turns(
         def opened() -> jax.Array:
             code, scale = codes[number], scales[number]
             if before and dtypes[number] is not None:
-                # Not before the last turn is over.
+                # Not before the last turn is over. Without the barrier the compiler, to which the
+                # turns are independent, may open all moments at once.
                 code, scale, *_ = jax.lax.optimization_barrier((code, scale, *before))
             return _open_leaf(code, scale)
 

@@ -43,7 +43,20 @@ def dot(
     weight_first: bool,
     out_type: dict[str, Any],
 ) -> Array:
-    """``lax.dot_general`` of an array and a factored weight.
+    r"""``lax.dot_general`` of an array and a factored weight.
+
+    With t the axes that only x has (tokens), i those that the product sums over, o those that only
+    the weight has, and b the batch axes of both,
+
+    .. math:: y_{bto} = \sum_i x_{bti} W_{bio}, \qquad
+              G_{bio} = \sum_t x_{bti}\,\delta_{bto}
+
+    where δ is the cotangent of y. A basis meets either i or o, and the sums over it and over t
+    may be done in any order. So a basis P of i is summed with x first, in the forward pass, one Q
+    of o with δ, in the backward pass, and G is never there:
+
+    .. math:: (P^T G Q)_{brs} = \sum_t \Bigl(\sum_i x_{bti} P_{bir}\Bigr)
+              \Bigl(\sum_o \delta_{bto} Q_{bos}\Bigr)
 
     Args:
         x: the other operand.
@@ -82,7 +95,10 @@ def dot(
         return jax.lax.dot_general(*operands, dimension_numbers, **out_type)
 
     def split(product: Product) -> tuple[list[int], list[int]]:
-        """The bases that meet x in the forward pass, and those that meet δ in the backward."""
+        """The bases that meet x in the forward pass, and those that meet δ in the backward.
+
+        A side is wholly summed over or wholly free, as :func:`can_dot` has made sure.
+        """
         early = [i for i, side in enumerate(product.sides()) if side <= summed]
         return early, [i for i in range(len(product.bases)) if i not in early]
 
@@ -97,6 +113,8 @@ def dot(
         for product in products:
             early, _ = split(product)
             whole = product.axes.moment_of or not early
+            # x P has r numbers a token where x has m. Of a basis of o alone x is kept as it is,
+            # which costs nothing more where another use of x keeps it anyway.
             saved.append(x if whole else apply_bases(named, names, product, early)[0])
         return product_of(x, weight), (tuple(saved), weight, products)
 
@@ -104,6 +122,7 @@ def dot(
 
     def backward(residuals, delta):
         saved, weight, products = residuals
+        # The cotangent of x is that of any product; JAX knows it best, in every layout.
         transpose = jax.linear_transpose(lambda x: product_of(x, weight), x_like)
         (x_cotangent,) = transpose(delta)
         named_delta = ungroup(delta, out_axes, sizes)
@@ -112,6 +131,8 @@ def dot(
             early, late = split(product)
             names = flat_axes(x_axes)
             if product.axes.moment_of:
+                # Not of the gradient: xᵀ(x Ω) of what has the side's axes, x if these are summed
+                # over and δ if they are free.
                 if early:
                     operand = ungroup(kept, x_axes, sizes)
                 else:
@@ -123,6 +144,7 @@ def dot(
                     names = product.names_after(names, number)
             else:
                 kept = ungroup(kept, x_axes, sizes)
+            # What is left to sum over are the names that both have and the core does not: tokens.
             thin, thin_names = apply_bases(named_delta, flat_axes(out_axes), product, late)
             cores.append(
                 contract(

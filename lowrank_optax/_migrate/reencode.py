@@ -81,21 +81,27 @@ def _second(
 ) -> Float[Array, "..."]:
     old, new, nested = move
     if nested:
+        # The first coordinates are the same directions. Of further ones nothing was seen.
         if old is not None and new is not None:
             filler = _unseen(x, old)
             for axis in _rank_axes(new):
                 x = _resized(x, axis, new.rank, filler)
         return x
+    # The model: coordinates k of the old core are independent, with variances σ²ₖ = vₖ − c mₖ²
+    # around means mₖ. Entry i of the gradient is Σₖ Pᵢₖ Cₖ plus what P does not hold, so that its
+    # variance is Σₖ Pᵢₖ² σ²ₖ plus the share of i outside of P, 1 − Σₖ Pᵢₖ², times τ.
     squared_mean = 0.0 if mean is None else bias * jnp.square(mean)
     variance = jnp.maximum(x - squared_mean, 0.0)
     whole = _lift(variance, old, _squared(before))
     if old is not None:
-        # A row's share in the subspace; the rest of it is unseen.
         inside = _lift(jnp.ones_like(x), old, _squared(before))
-        # On one side a value for each entry of the other, in the leaf's own axis order.
+        # τ has one value for each column, a length-1 axis for the rank. Lifted by ones, which sum
+        # over the rank axis, each of its r equal parts must be τ / r; with two sides τ / r².
         unseen = jnp.broadcast_to(_unseen(x, old), x.shape) / old.rank ** len(old.sides)
         ones = Bases(*(None if b is None else jnp.ones_like(b) for b in before))
         whole += jnp.maximum(1.0 - inside, 0.0) * _lift(unseen, old, ones)
+    # Into the new coordinates in the same way: variances by squares, means by P'ᵀ, and the second
+    # moment is variance plus squared mean.
     moved = _project(whole, new, _squared(after))
     if mean is None:
         return moved

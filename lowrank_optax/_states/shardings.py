@@ -28,7 +28,12 @@ class _Placed(NamedTuple):
 def _derived(
     parameter: _Placed, shape: Sequence[int], axes: Sequence[int | None], mesh: Mapping[str, int]
 ) -> _Placed:
-    """An array of which each axis is one of a parameter's, or a rank axis."""
+    """An array of which each axis is one of a parameter's, or a rank axis.
+
+    It lies on the mesh axes of the axes that it shares with the parameter, where these divide it. A
+    device would hold a whole copy along the parameter's other mesh axes: these divide it further,
+    so that of a state that is r/m of the parameter's a device holds r/m of its share.
+    """
     own = [() if axis is None else parameter.names[axis] for axis in axes]
     own = fit(own, shape, mesh)
     return _Placed(tuple(shape), spread(own, axes, tuple(shape), parameter.names, mesh))
