@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from lowrank_optax._arrays.boxes import Leaf
 from lowrank_optax._arrays.contract import wide_dtype
 from lowrank_optax._arrays.tree import OptState, Params, PyTree
 
@@ -36,7 +37,7 @@ def probe_state(
 
     # What grows with its leaf is that leaf's history. (A comparison with the state itself
     # would not tell: a core may have one element too.)
-    def choose(new: Array, grown: Array, old: Array) -> Array:
+    def choose(new: Leaf, grown: Leaf, old: Leaf) -> Leaf:
         shared = new.shape == grown.shape == old.shape and new.dtype == old.dtype
         return old if shared else new
 
