@@ -62,26 +62,31 @@ class OnDemand:
     def __init__(self, closed: ClosedJaxpr, inputs: Sequence[Callable[[], Array]]):
         jaxpr, consts = open_jaxpr(closed)
         self._outputs = jaxpr.outvars
-        self._pending = list(jaxpr.eqns)
+        self._equations = jaxpr.eqns
+        self._maker = {v: number for number, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        # What prints or checks has no outputs that anybody needs, so it is asked for with the
+        # first.
+        self._waiting = [number for number, eqn in enumerate(jaxpr.eqns) if eqn.effects]
         self._inputs = dict(zip(jaxpr.invars, inputs, strict=True))
-        self._values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        self._values: dict[Atom, Operand] = dict(zip(jaxpr.constvars, consts, strict=True))
 
     def __call__(self, numbers: Sequence[int]) -> list[Operand]:
         """The outputs of these numbers."""
         wanted = [self._outputs[number] for number in numbers]
-        needed = {atom for atom in wanted if not hasattr(atom, "val")}
-        now, later = [], []
-        for eqn in reversed(self._pending):
-            # What prints or checks has no outputs that anybody needs.
-            if needed.isdisjoint(eqn.outvars) and not eqn.effects:
-                later.append(eqn)
-            else:
-                now.append(eqn)
-                needed.update(atom for atom in eqn.invars if not hasattr(atom, "val"))
-        self._pending = later[::-1]
-        for variable in needed & self._inputs.keys():
-            self._values[variable] = self._inputs.pop(variable)()
-        for eqn in reversed(now):
+        # From the outputs back to what is there. Each equation is met once in all calls together.
+        now, self._waiting = set(self._waiting), []
+        needed = [*wanted, *(atom for number in now for atom in self._equations[number].invars)]
+        while needed:
+            atom = needed.pop()
+            if hasattr(atom, "val") or atom in self._values:
+                continue
+            if atom in self._inputs:
+                self._values[atom] = self._inputs.pop(atom)()
+            elif (number := self._maker[atom]) not in now:
+                now.add(number)
+                needed.extend(self._equations[number].invars)
+        for number in sorted(now):
+            eqn = self._equations[number]
             results = bind(eqn, [self._read(atom) for atom in eqn.invars])
             outputs = results if eqn.primitive.multiple_results else [results]
             self._values.update(zip(eqn.outvars, outputs, strict=True))

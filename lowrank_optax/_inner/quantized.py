@@ -121,15 +121,33 @@ def _in_turns(
 
 def _turns(needed: Sequence[int]) -> list[list[int]]:
     """Groups of outputs that need no moment in common; ``needed`` are bits of those they need."""
+    leader: dict[int, int] = {}  # of each moment, another of its group; the last one is itself
+
+    def found(moment: int) -> int:
+        while leader.setdefault(moment, moment) != moment:
+            leader[moment] = leader[leader[moment]]
+            moment = leader[moment]
+        return moment
+
+    for bits in needed:
+        first, *others = _moments_in(bits) or [-1]
+        for moment in others:
+            leader[found(moment)] = found(first)
     turns: dict[int, list[int]] = {}
     for number, bits in enumerate(needed):
-        # Outputs that need none are one group, of no bits.
-        shared = [group for group in turns if group & bits or group == bits]
-        members = [member for group in shared for member in turns.pop(group)]
-        for group in shared:
-            bits |= group
-        turns[bits] = sorted([*members, number])
+        # Outputs that need none are one group.
+        turns.setdefault(found(_moments_in(bits)[0]) if bits else -1, []).append(number)
     return list(turns.values())
+
+
+def _moments_in(bits: int) -> list[int]:
+    """The numbers of the bits that are set, the lowest first."""
+    numbers = []
+    while bits:
+        lowest = bits & -bits
+        numbers.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return numbers
 
 
 def quantized_moments(
