@@ -1,4 +1,4 @@
-"""Lifts beyond the subspace: Fira's, APOLLO's and the sketched residual, against NumPy."""
+"""Lifts beyond the subspace: Fira's and APOLLO's, against NumPy."""
 
 import functools
 
@@ -12,6 +12,7 @@ import lowrank_optax as lro
 from tests.helpers.assertions import as_matrix, basis_matrices, lift, project
 from tests.helpers.data import LAYOUTS, layout, normal, sequence
 from tests.helpers.loops import relaxed, run
+from tests.helpers.reference import Adam, factors
 
 STEPS = 5
 RATES = (0.1, 0.0, 0.3, 0.2, 0.02)
@@ -43,20 +44,6 @@ def tracker(side):
 PARAMS = {name: normal(i, LAYOUTS[name][0]) for i, name in enumerate(LAYOUTS)}
 
 
-class Adam:
-    """Adam in float64, with the moments of one target."""
-
-    def __init__(self):
-        self.m = self.v = self.t = 0
-
-    def __call__(self, core):
-        self.t += 1
-        self.m = 0.9 * self.m + 0.1 * core
-        self.v = 0.999 * self.v + 0.001 * core**2
-        first, second = self.m / (1 - 0.9**self.t), self.v / (1 - 0.999**self.t)
-        return first / (np.sqrt(second) + 1e-8)
-
-
 class Limiter:
     """The norm-growth limiter, for each matrix of a batch."""
 
@@ -70,18 +57,6 @@ class Limiter:
             norms = np.minimum(norms, self.limit * self.last)
         self.last = norms
         return phi
-
-
-def factors(update, core, p, q, per):
-    """‖u‖/‖C‖ for each channel, or for each matrix."""
-    if per == "channel" and q is None:
-        axis = (1,)
-    elif per == "channel" and p is None:
-        axis = (2,)
-    else:
-        axis = (1, 2)
-    lengths = [np.sqrt(np.sum(x**2, axis=axis, keepdims=True)) for x in (update, core)]
-    return lengths[0] / lengths[1]
 
 
 def expected_updates(name, target, states, gradients, full_update):

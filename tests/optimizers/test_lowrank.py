@@ -1,4 +1,4 @@
-"""Lifts beyond the subspace: Fira's, APOLLO's and the sketched residual, against NumPy."""
+"""The sketched residual, and training with it, on full and on compact gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -10,34 +10,9 @@ import lowrank_optax as lro
 from tests.helpers.assertions import avals, basis_matrices
 from tests.helpers.data import normal, regression, sequence
 from tests.helpers.loops import relaxed, run, train
+from tests.helpers.reference import factors
 
 ADAM = relaxed(optax.scale_by_adam())
-
-
-class Adam:
-    """Adam in float64, with the moments of one target."""
-
-    def __init__(self):
-        self.m = self.v = self.t = 0
-
-    def __call__(self, core):
-        self.t += 1
-        self.m = 0.9 * self.m + 0.1 * core
-        self.v = 0.999 * self.v + 0.001 * core**2
-        first, second = self.m / (1 - 0.9**self.t), self.v / (1 - 0.999**self.t)
-        return first / (np.sqrt(second) + 1e-8)
-
-
-def factors(update, core, p, q, per):
-    """‖u‖/‖C‖ for each channel, or for each matrix."""
-    if per == "channel" and q is None:
-        axis = (1,)
-    elif per == "channel" and p is None:
-        axis = (2,)
-    else:
-        axis = (1, 2)
-    lengths = [np.sqrt(np.sum(x**2, axis=axis, keepdims=True)) for x in (update, core)]
-    return lengths[0] / lengths[1]
 
 
 def sketched(side, extra, amplitude=1.0, inner=None, rank=2, **options):
