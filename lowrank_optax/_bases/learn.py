@@ -179,6 +179,6 @@ def learn_basis(
         lambda params: make_plan(params, targets, rank, side, tracking),
         start,
         step,
-        Schedule(every),
+        Schedule(every, always=not callable(every) and every == 1),
         with_decoders=not tied,
     )

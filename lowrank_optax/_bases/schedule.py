@@ -63,19 +63,15 @@ class Schedule:
         stagger: whether the targets' changes are spread over the interval.
         adaptive: what decides each target's own interval in place of ``every``, or None.
         once: whether bases stay for good once they are found.
+        always: whether every target is due at every step, whatever its state says, so that no
+            branch is needed.
     """
 
     every: Every
     stagger: bool = False
     adaptive: "AdaptiveEvery | None" = None
     once: bool = False
-
-    @property
-    def always(self) -> bool:
-        """Whether every target is due at every step, which needs no branch."""
-        return (
-            self.adaptive is None and not self.once and not callable(self.every) and self.every == 1
-        )
+    always: bool = False
 
     def started(self, state: TrackerState) -> TrackerState:
         """A tracker's first state with the counters that this schedule keeps beside the others."""

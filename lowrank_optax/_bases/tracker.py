@@ -135,7 +135,7 @@ class _Follower:
         """Every target with the bases that a backward pass moved, and the counters."""
         plan, counters = state.plan, Counters.of(state)
         new = [
-            (_accepted(projection.path, given.bases[projection.path], bases), decoders)
+            (_accepted(projection.path, given.bases.get(projection.path), bases), decoders)
             for projection, (bases, decoders) in zip(plan.projections, old, strict=True)
         ]
         done = jnp.stack([given.refreshed[projection.path] for projection in plan.projections])
@@ -209,7 +209,7 @@ def make_tracker(
         if not plan.projections:
             return updates, state._replace(tracker_count=count)
         old = list(zip(state.stored(), state.stored_decoders(), strict=True))
-        if bases is None:
+        if bases is None or tracking.needs_gradient:
             gradients = [Gradient(p, unbox(leaves[p.index])) for p in plan.projections]
             full = [_full(tracking, gradient) for gradient in gradients]
             new, counters = follow.all(state, full, old)
@@ -235,7 +235,11 @@ def _full(tracking: Tracking, gradient: Gradient) -> Array:
     return gradient.full(tracking.needs_gradient)
 
 
-def _accepted(path: str, given: Bases, stored: Bases) -> Bases:
+def _accepted(path: str, given: Bases | None, stored: Bases) -> Bases:
+    if given is None:
+        raise ValueError(
+            f"{path!r}: got no bases for it; compute gradients with the opt_state that you update"
+        )
     got, expected = ([None if b is None else b.shape for b in x] for x in (given, stored))
     if got != expected:
         raise ValueError(

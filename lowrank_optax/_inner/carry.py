@@ -181,26 +181,28 @@ def _rotated(
     calls, places = [], []
     for (_, path), found in groups.items():
         target = targets[path]
-        firsts = {site.field: n for n, site in found.items() if site.role == FIRST}
-        others = {site.field: n for n, site in found.items() if site.role != FIRST}
-        paired = [found[n].field for n in others.values() if found[n].role == SECOND]
+        # By names that weights which look alike have in common; a field may hold several arrays.
+        names = {f"{site.field}/{k}": n for k, (n, site) in enumerate(found.items())}
+        firsts = {name: n for name, n in names.items() if found[n].role == FIRST}
+        others = {name: n for name, n in names.items() if found[n].role != FIRST}
+        paired = [n for n in others.values() if found[n].role == SECOND]
         bias = jnp.ones([])
         if firsts and paired:
-            pair = next(iter(firsts.values())), others[paired[0]]
+            pair = next(iter(firsts.values())), paired[0]
             owner = found[pair[0]].owner
             first, second = ((one[number], two[number]) for number in pair)
             bias = bias_ratio(owner, count, first, second)
-        static = target.view, tuple((field, found[n].role) for field, n in others.items())
+        static = target.view, tuple((name, found[n].role) for name, n in others.items())
         values = ({f: found[n].value for f, n in part.items()} for part in (firsts, others))
         calls.append((static, (rotations[path], change.refreshed[target.number], *values, bias)))
-        places.append(firsts | others)
+        places.append(names)
     moved = map_sharing(_rotate_target, calls)
     return _replaced(
         state,
         {
-            number: result[field]
-            for numbers, result in zip(places, moved, strict=True)
-            for field, number in numbers.items()
+            number: result[name]
+            for names, result in zip(places, moved, strict=True)
+            for name, number in names.items()
         },
     )
 
@@ -251,15 +253,15 @@ def carry(
     """
     if rule == "keep":
         return inner_state
-    where = mirrors(inner_state, cores, inner)
 
     def carried() -> PyTree:
+        if callable(rule):
+            return rule(inner_state, change.rotations())
+        where = mirrors(inner_state, cores, inner)
         if rule == "reset":
             fresh = inner.init(jax.tree.map(jnp.zeros_like, cores))
             return _reset(change, inner_state, where, fresh)
         rotations = change.rotations()
-        if callable(rule):
-            return rule(inner_state, rotations)
 
         def rotated(state: PyTree, inside: frozenset[Keys], *probed: PyTree) -> PyTree:
             return _rotated(change, rotations, count, state, inside, *probed)

@@ -13,15 +13,16 @@ import optax
 from lowrank_optax._arrays.tree import OptState, PyTree, flatten, unflatten
 from lowrank_optax._inner import probe
 from lowrank_optax._inner.roles import field_roles
-from lowrank_optax._inner.sites import Keys, mirrors, sites
+from lowrank_optax._inner.sites import moment_roles, sites
 
 
-def _forgetful(state: PyTree, fresh: PyTree, where: frozenset[Keys]) -> PyTree:
+def _forgetful(state: OptState, fresh: OptState) -> OptState:
     """``state`` with every moment, and the count that corrects its bias, from ``fresh``."""
     leaves, treedef = flatten(state)
     new = flatten(fresh)[0]
-    for number, site in enumerate(sites(state, where)):
-        if site.role or (site.field == "count" and field_roles(site.owner)):
+    rows = zip(sites(state, ()), moment_roles(state), strict=True)
+    for number, (site, role) in enumerate(rows):
+        if role or (site.field == "count" and field_roles(site.owner)):
             leaves[number] = new[number]
     return unflatten(treedef, leaves)
 
@@ -50,7 +51,7 @@ def gains(
         return probe.probes(cores, 1.0)
     state = probe.probe_state(inner, inner_state, cores)
     params = probe.probes(cores, 1.0)
-    state = _forgetful(state, inner.init(params), mirrors(state, params, inner))
+    state = _forgetful(state, inner.init(params))
 
     def answer(gradient: float) -> PyTree:
         return inner.update(probe.probes(cores, gradient), state, params, **extra_args)[0]

@@ -56,5 +56,5 @@ def map_opened(
             codes = (*keys, jax.tree_util.GetAttrKey("codes"))
             inside = frozenset(m[len(codes) :] for m in mirrors if m[: len(codes)] == codes)
             more = [column[place].opened() for column in columns[1:]]
-            results[place] = node.mapped(lambda full, i=inside, m=more: fn(full, i, *m))
+            results[place] = node.mapped(lambda full, i=inside, m=more: map_opened(fn, full, i, *m))
     return treedef.unflatten(results)

@@ -23,6 +23,10 @@ _ROLES_BY_STATE = {
 }
 
 
+MOMENTS = frozenset(_ROLES).union(*_ROLES_BY_STATE.values())
+"""Every name of a field that may be a moment."""
+
+
 def field_names(node: object) -> tuple[str, ...]:
     """The fields of a state node, a NamedTuple or a dataclass; none of anything else."""
     if isinstance(node, tuple):

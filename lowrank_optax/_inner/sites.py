@@ -19,7 +19,7 @@ import optax
 from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.boxes import Leaf, unbox
 from lowrank_optax._arrays.tree import Keys, OptState, PyTree
-from lowrank_optax._inner.roles import field_names, field_roles
+from lowrank_optax._inner.roles import MOMENTS, field_names, field_roles
 
 
 class Site(NamedTuple):
@@ -29,8 +29,9 @@ class Site(NamedTuple):
         name: its whole path in the state.
         trail: the nodes with named fields that it is inside of, from the outermost in, each with
             the name of the field; the user's own containers, inside a mirror, are not in it.
-        path: its path below that field; the weight's path where it belongs to a weight.
-        weight: the path of the weight that it belongs to, None if it belongs to none.
+        path: its path below that field, or below the mirror of params that it is in.
+        weight: that path where it is in a mirror, which is the path of its weight; it goes on below
+            the weight's where an optimizer keeps several arrays of a weight. None elsewhere.
         value: the array.
     """
 
@@ -93,6 +94,16 @@ def sites(state: PyTree, mirrors: Collection[Keys]) -> list[Site]:
     return [site(keys, value) for keys, value in _pairs(state)]
 
 
+def moment_roles(state: PyTree) -> list[str | None]:
+    """The role of every array by the outermost field that has one, whosever the array is."""
+
+    def role(site: Site) -> str | None:
+        found = (field_roles(node).get(field) for node, field in site.trail)
+        return next((role for role in found if role), None)
+
+    return [role(site) for site in sites(state, ())]
+
+
 def mirrors(state: PyTree, params: PyTree, tx: Any = None) -> frozenset[Keys]:
     """The keys that lead to each subtree of an optimizer state that mirrors params.
 
@@ -122,8 +133,11 @@ def _mirrors_by_placeholder(tx: Any, state: PyTree) -> frozenset[Keys] | None:
 
 
 def _mirrors_by_keys(state: PyTree, params: PyTree) -> frozenset[Keys]:
-    known = {keys for keys, _ in _pairs(params)} - {()}
+    known = {keys for keys, _ in _pairs(params)}
     leaves = [keys for keys, value in _pairs(state) if value is not None]
+    if known == {()}:
+        # Params that are one array are reached by no key: what mirrors them is told by its field.
+        return frozenset(k for k in leaves if k and getattr(k[-1], "name", None) in MOMENTS)
     odd = {keys[:d] for keys in leaves for d in range(len(keys) + 1) if keys[d:] not in known}
     inside = ((keys[:d] for d in range(len(keys) + 1) if keys[:d] not in odd) for keys in leaves)
     outermost = (next(candidates, None) for candidates in inside)

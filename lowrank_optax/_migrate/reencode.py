@@ -131,8 +131,8 @@ def reencode(
     they share is copied, and new coordinates get :math:`m' = 0, v' = \tau`.
 
     Args:
-        old: the plan of the weight that the moments are in the core space of; None for the
-            weight's own space.
+        old: the target that the moments are in the core space of; None for the weight's own
+            space.
         new: likewise, where they go.
         nested: whether the two share their first coordinates.
         roles: pairs of a name in ``moments`` and its role.

@@ -134,6 +134,10 @@ class Plan:
     def __hash__(self) -> int:
         return self._hash
 
+    # What is cached stays behind: hashes of strings differ between processes.
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.leaves, self.tracking)
+
     def __repr__(self) -> str:
         return f"Plan({len(self.projections)} of {len(self.leaves)} leaves projected)"
 

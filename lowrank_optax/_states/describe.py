@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -100,16 +100,21 @@ def _view_text(view: View) -> str:
     return " x ".join(map(str, (*view.batch_shape, f"{view.rows}x{view.columns}")))
 
 
-def _bytes_by_weight(found: Sequence[Site]) -> tuple[dict[str, int], int]:
+def _bytes_by_weight(found: Sequence[Site], weights: Collection[str]) -> tuple[dict[str, int], int]:
     """The bytes of a state that belong to each weight, and those that belong to none."""
-    sizes: dict[str, int] = {}
+    sizes = dict.fromkeys(weights, 0)
     shared = 0
     for site in found:
-        size = 0 if site.value is None else _bytes(site.value)
-        if site.weight is None:
-            shared += size
+        if site.value is None:
+            continue
+        # Of one weight a mirror may hold several arrays: kernel/0, kernel/1.
+        owner = site.weight
+        while owner and owner not in sizes:
+            owner = owner.rpartition("/")[0]
+        if owner is None or owner not in sizes:
+            shared += _bytes(site.value)
         else:
-            sizes[site.weight] = sizes.get(site.weight, 0) + size
+            sizes[owner] += _bytes(site.value)
     return sizes, shared
 
 
@@ -144,8 +149,9 @@ def describe(tx: optax.GradientTransformation, params: Params) -> Description:
     present = [(n, unbox(leaf)) for n, leaf in zip(names, leaves, strict=True) if leaf is not None]
     state = jax.eval_shape(tx.init, params)
     found = sites(state, mirrors(state, params, tx))
-    sizes, shared = _bytes_by_weight(found)
-    adamw_sizes, _ = _bytes_by_weight(_sites(optax.adamw(1.0), params))
+    weights = [name for name, _ in present]
+    sizes, shared = _bytes_by_weight(found, weights)
+    adamw_sizes, _ = _bytes_by_weight(_sites(optax.adamw(1.0), params), weights)
     plans = {
         leaf.path: leaf
         for tracker in find_states(state, TrackerState)
@@ -165,8 +171,8 @@ def describe(tx: optax.GradientTransformation, params: Params) -> Description:
                 if plan and plan.sides == (REDUCTION, OUTPUT)
                 else "".join(plan.sides if plan else ()),
                 rank=plan.rank if plan else 0,
-                state_bytes=sizes.get(path, 0),
-                adamw_bytes=adamw_sizes.get(path, 0),
+                state_bytes=sizes[path],
+                adamw_bytes=adamw_sizes[path],
                 note=plan.note if plan else "",
             )
         )

@@ -59,16 +59,24 @@ def _core_of(projection: Projection, parameter: _Placed, mesh: Mapping[str, int]
     return _derived(parameter, projection.core_shape, axes, mesh)
 
 
-def _projection_of(site: Site, states: OptState) -> Projection | None:
-    """How the weight of an array is projected, by the trackers in some state around it."""
-    for tracker in find_states(states, TrackerState):
-        for projection in tracker.plan.projections:
-            if projection.path == site.weight:
-                return projection
-    return None
+class _Projections:
+    """How each weight is projected by the trackers in some node of a state, found once a node."""
+
+    def __init__(self) -> None:
+        self._of_node: dict[int, dict[str, Projection]] = {}
+
+    def find(self, node: OptState, weight: str | None) -> Projection | None:
+        """The projection of a weight, None where this node has none."""
+        if id(node) not in self._of_node:
+            trackers = find_states(node, TrackerState)
+            found = {p.path: p for tracker in trackers for p in tracker.plan.projections}
+            self._of_node[id(node)] = found
+        return self._of_node[id(node)].get(weight or "")
 
 
-def _candidates(site: Site, parameter: _Placed, mesh: Mapping[str, int]) -> list[_Placed]:
+def _candidates(
+    site: Site, parameter: _Placed, mesh: Mapping[str, int], projections: _Projections
+) -> list[_Placed]:
     """What an array of a weight may be: it is the first of these whose shape it has.
 
     In a tracker's state that is a basis; in a subspace optimizer's inner state a core; anything may
@@ -78,7 +86,7 @@ def _candidates(site: Site, parameter: _Placed, mesh: Mapping[str, int]) -> list
     for node, field in reversed(site.trail):
         projection = None
         if isinstance(node, TrackerState | SubspaceState):
-            projection = _projection_of(site, node)
+            projection = projections.find(node, site.weight)
         if projection is None:
             continue
         bases = _bases_of(projection, parameter, mesh)
@@ -227,13 +235,14 @@ def state_shardings(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(tx.init, shapes)
     leaves, treedef = tree.flatten(state)
+    projections = _Projections()
     for number, site in enumerate(sites(state, mirrors(state, shapes, tx))):
         if site.value is None:
             continue
         shape = tuple(site.value.shape)
         candidates: list[_Placed] = []
         if site.weight in placed:
-            candidates = _candidates(site, placed[site.weight], sizes)
+            candidates = _candidates(site, placed[site.weight], sizes, projections)
         found = next((c for c in candidates if c.shape == shape), None)
         names = [()] * len(shape) if found is None else found.names
         made = leaf(None if found is None else site.weight, names)

@@ -82,6 +82,7 @@ def tracked(tracker: TrackerState, updates: PyTree, like: Sequence[MaybeBox]) ->
     """The targets with their gradients and with the bases of now."""
     gradients = arrays(updates)
     tracker.plan.check_count(gradients, "updates")
+    tracker.plan.check_count(like, "updates or params")
     targets = []
     for projection, bases in zip(tracker.plan.projections, bases_of(tracker, like), strict=True):
         weight = unbox(like[projection.index])

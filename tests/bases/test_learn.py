@@ -231,3 +231,14 @@ def test_describe_counts_the_decoder():
     row = lro.describe(lro.logra_sketch(optax.sgd(0.1), lro.learn_basis(4)), params).rows[0]
     untied = lro.logra_sketch(optax.sgd(0.1), lro.learn_basis(4, tied=False))
     assert lro.describe(untied, params).rows[0].state_bytes == 2 * row.state_bytes == 512
+
+
+def test_a_learned_basis_may_watch_beside_compact_gradients_of_other_weights():
+    params = {"a": normal(0, (6, 10)), "b": normal(1, (6, 10))}
+    watch = lro.learn_basis(2, targets=[("a", 2)])
+    tx = optax.chain(watch, relaxed(lro.galore_adamw(0.1, 2, targets=[("b", 2)])))
+    state = tx.init(params)
+    loss = lambda p: jnp.sum((p["a"] @ p["b"].T) ** 2)  # noqa: E731
+    _, grads, bases = lro.compact_value_and_grad(loss)(params, opt_state=state)
+    _, state = tx.update(grads, state, params, bases=bases)
+    assert optax.tree.get(state[0], "refreshes").tolist() == [1]

@@ -400,3 +400,11 @@ def test_constructor_errors(arguments, error, message):
 def test_targets_that_match_nothing_are_an_error_that_lists_paths(targets):
     with pytest.raises(ValueError, match=re.escape("leaves: 'a', 'bias', 'w'")):
         lro.refresh_basis(targets=targets).init(TWO)
+
+
+def test_every_step_still_waits_for_the_step_that_the_state_names():
+    """A basis that was migrated from a longer interval keeps the time of its next refresh."""
+    tracker = lro.refresh_basis(2, 1)
+    state = tracker.init(TWO)._replace(next_refresh=jnp.asarray([0, 5], jnp.int32))
+    _, state = jax.jit(tracker.update)(at(sequence(TWO, 1), 0), state)
+    assert state.refreshes.tolist() == [1, 0]

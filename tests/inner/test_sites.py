@@ -183,3 +183,104 @@ def test_a_refresh_of_one_weight_resets_no_other_whose_path_ends_alike():
     # At the fifth step `kernel` is refreshed and `layer/kernel`, which was at the third, is not.
     assert changed[4].tolist() == [1, 0]
     assert norms[4] > norms[3]
+
+
+# Optimizers that keep their arrays elsewhere, and params of other forms ---------------------------
+
+
+def test_error_feedback_finds_the_momentum_of_params_that_are_one_array():
+    def errors(params):
+        tx = relaxed(lro.ldadamw(1e-2, rank=4))
+        state, step = tx.init(params), jax.jit(tx.update)
+        for seed in range(3):
+            _, state = step(random_like(params, seed), state, params)
+        return jax.tree.leaves(state.feedback)
+
+    weight = normal(0, (16, 24))
+    alone, in_a_dict = errors(weight), errors({"": weight})
+    np.testing.assert_allclose(alone[0], in_a_dict[0], rtol=1e-5)
+    assert np.abs(alone[0]).sum() > 0
+
+
+def test_moments_of_one_array_rotate_in_an_optimizer_that_cannot_be_asked():
+    """By keys alone, params that are one array mirror nothing: no moment was carried over."""
+
+    def init(params):
+        return optax.TraceState(jnp.zeros_like(params))
+
+    def update(updates, state, params=None):
+        trace = 0.9 * state.trace + updates
+        return trace, optax.TraceState(trace)
+
+    asked, unasked = optax.trace(0.9), optax.GradientTransformation(init, update)
+
+    def trace(inner):
+        tx = lro.galore_project(relaxed(inner), lro.refresh_basis(2, 1, method="svd"))
+        params = normal(0, (6, 10))
+        state, step = tx.init(params), jax.jit(tx.update)
+        for seed in range(3):
+            _, state = step(random_like(params, seed), state, params)
+        return state.inner_state.trace
+
+    np.testing.assert_allclose(trace(unasked), trace(asked), rtol=1e-5)
+
+
+class Moments(NamedTuple):
+    m: Any
+    v: Any
+
+
+def by_weight():
+    """An optimizer that keeps one NamedTuple of moments a weight."""
+
+    def init(params):
+        return optax.TraceState(jax.tree.map(lambda x: Moments(x * 0, x * 0), params))
+
+    return optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
+
+
+@pytest.mark.parametrize("tx", [optax.sm3(0.1), by_weight()], ids=["sm3", "by weight"])
+def test_several_arrays_of_a_weight_are_all_counted(tx):
+    params = {"a": normal(0, (6, 10)), "b": {"c": normal(1, (6, 10))}}
+    description = lro.describe(tx, params)
+    real = sum(x.nbytes for x in jax.tree.leaves(tx.init(params)))
+    assert description.state_bytes == real
+    assert description.rows[0].state_bytes == description.rows[1].state_bytes > 0
+
+
+def test_moments_that_mirror_no_params_are_quantized_too():
+    params = {"a": normal(0, (64, 128)), "b": normal(1, (64, 128))}
+    for tx in (optax.flatten(optax.adam(1e-3)), by_weight()):
+        whole, few = (
+            sum(x.nbytes for x in jax.tree.leaves(made.init(params)))
+            for made in (tx, lro.quantized_moments(tx))
+        )
+        assert few < 0.3 * whole
+
+
+def test_a_field_may_hold_the_moments_of_a_weight_twice():
+    """Two averages under one name: only the last was rotated."""
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optax.TraceState({"fast": zeros, "slow": zeros})
+
+    def update(updates, state, params=None):
+        trace = {
+            name: jax.tree.map(lambda old, new, b=b: b * old + new, state.trace[name], updates)
+            for name, b in (("fast", 0.5), ("slow", 0.9))
+        }
+        return trace["slow"], optax.TraceState(trace)
+
+    params = {"w": normal(0, (6, 10))}
+
+    def last(inner):
+        tx = lro.galore_project(relaxed(inner), lro.refresh_basis(2, 1, method="svd"))
+        state, step = tx.init(params), jax.jit(tx.update)
+        for seed in range(3):
+            _, state = step(random_like(params, seed), state, params)
+        return state.inner_state.trace
+
+    both = last(optax.GradientTransformation(init, update))
+    for name, decay in (("fast", 0.5), ("slow", 0.9)):
+        np.testing.assert_allclose(both[name]["w"], last(optax.trace(decay))["w"], rtol=1e-5)

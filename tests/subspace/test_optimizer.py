@@ -494,3 +494,10 @@ def test_a_wrapped_tracker_is_a_basis():
     left, _ = tx.update(params, tx.init(params), params)
     right, _ = direct.update(params, direct.init(params), params)
     np.testing.assert_allclose(left["w"], right["w"], rtol=1e-6)
+
+
+def test_params_of_another_structure_are_an_error_that_says_so():
+    params = {"a": normal(0, (6, 10)), "b": normal(1, (6, 10))}
+    tx = lro.galore_project(optax.sgd(0.1), lro.refresh_basis(2))
+    with pytest.raises(ValueError, match=r"updates or params has 1 leaves, .* with 2; call init"):
+        tx.update(params, tx.init(params), {"a": params["a"]})
