@@ -71,3 +71,19 @@ def regression(seed=0, dtype=jnp.float32):
         return jnp.mean((hidden @ params["out"]["kernel"] + params["out"]["bias"] - y) ** 2)
 
     return params, jax.value_and_grad(loss)
+
+
+def scanned_loss(params, x):
+    """Stacked layers under scan and remat, and one tall matrix, in the dtype of the params."""
+
+    def layer(h, w):
+        return h + jnp.tanh(jnp.matmul(h, w)), None
+
+    h, _ = jax.lax.scan(jax.checkpoint(layer), x.astype(params["tall"].dtype), params["stack"])
+    return jnp.mean(jnp.square(jnp.matmul(h, params["tall"]) - 0.5).astype(jnp.float32))
+
+
+def scanned(dtype=jnp.float32):
+    params = {"stack": 0.3 * normal(0, (3, 12, 12), dtype), "tall": 0.3 * normal(1, (12, 7), dtype)}
+    targets = {"stack": lro.Target(3, 1, 2), "tall": lro.Target(2, 0, 1)}
+    return params, targets, normal(2, (16, 12))

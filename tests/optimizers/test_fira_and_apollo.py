@@ -10,7 +10,7 @@ import pytest
 
 import lowrank_optax as lro
 from tests.helpers.assertions import as_matrix, basis_matrices, lift, project
-from tests.helpers.data import LAYOUTS, layout, normal, sequence
+from tests.helpers.data import LAYOUTS, layout, normal, scanned, scanned_loss, sequence
 from tests.helpers.loops import relaxed, run
 from tests.helpers.reference import Adam, factors
 
@@ -167,7 +167,7 @@ def test_compact_gradients_are_refused_by_name(chosen):
     params, targets, x = scanned()
     tx = lro.galore_project(optax.sgd(0.1), lro.refresh_basis(targets=targets), lift=chosen)
     state = tx.init(params)
-    _, grads, bases = lro.compact_value_and_grad(loss_fn)(params, x, opt_state=state)
+    _, grads, bases = lro.compact_value_and_grad(scanned_loss)(params, x, opt_state=state)
     with pytest.raises(ValueError, match=f"stack.*{chosen.name} needs the full gradient"):
         tx.update(grads, state, params, bases=bases)
 

@@ -8,7 +8,7 @@ import pytest
 
 import lowrank_optax as lro
 from tests.helpers.assertions import avals, basis_matrices
-from tests.helpers.data import normal, regression, sequence
+from tests.helpers.data import normal, regression, scanned, scanned_loss, sequence
 from tests.helpers.loops import relaxed, run, train
 from tests.helpers.reference import factors
 
@@ -102,22 +102,6 @@ def test_the_mean_over_draws_is_the_residual():
     assert np.max(np.abs(error) / noise) < 5
 
 
-def loss_fn(params, x):
-    """Stacked layers under scan and remat, and one tall matrix, in the dtype of the params."""
-
-    def layer(h, w):
-        return h + jnp.tanh(jnp.matmul(h, w)), None
-
-    h, _ = jax.lax.scan(jax.checkpoint(layer), x.astype(params["tall"].dtype), params["stack"])
-    return jnp.mean(jnp.square(jnp.matmul(h, params["tall"]) - 0.5).astype(jnp.float32))
-
-
-def scanned(dtype=jnp.float32):
-    params = {"stack": 0.3 * normal(0, (3, 12, 12), dtype), "tall": 0.3 * normal(1, (12, 7), dtype)}
-    targets = {"stack": lro.Target(3, 1, 2), "tall": lro.Target(2, 0, 1)}
-    return params, targets, normal(2, (16, 12))
-
-
 @pytest.mark.parametrize("method", ["subspace", "random"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_compact_gradients_give_the_same_training(method, dtype):
@@ -125,11 +109,11 @@ def test_compact_gradients_give_the_same_training(method, dtype):
     inner = relaxed(optax.adamw(0.02, weight_decay=0.1, eps=1e-3))
     tracking = lro.refresh_basis(every=3, targets=targets, method=method)
     tx = lro.galore_project(inner, tracking, lift=lro.sketched_residual_lift(2, 2.0))
-    compact = lro.compact_value_and_grad(loss_fn)
+    compact = lro.compact_value_and_grad(scanned_loss)
 
     @jax.jit
     def both(params, state):
-        _, full = jax.value_and_grad(loss_fn)(params, x)
+        _, full = jax.value_and_grad(scanned_loss)(params, x)
         expected, expected_state = tx.update(full, state, params)
         _, grads, bases = compact(params, x, opt_state=state)
         updates, state = tx.update(grads, state, params, bases=bases)
@@ -151,7 +135,7 @@ def test_compact_gradients_give_the_same_training(method, dtype):
             )
         assert avals(state) == avals(other)
         params = optax.apply_updates(params, updates)
-    assert loss_fn(params, x) < 0.8 * loss_fn(start, x)
+    assert scanned_loss(params, x) < 0.8 * scanned_loss(start, x)
 
 
 def test_micro_batches_share_the_directions():
@@ -162,7 +146,7 @@ def test_micro_batches_share_the_directions():
         lift=lro.sketched_residual_lift(0.5),
     )
     state = tx.init(params)
-    grad_fn = lro.compact_value_and_grad(loss_fn)
+    grad_fn = lro.compact_value_and_grad(scanned_loss)
     _, first, bases = grad_fn(params, x[:8], opt_state=state)
     _, second, again = grad_fn(params, x[8:], opt_state=state, bases=bases)
     np.testing.assert_array_equal(
@@ -186,9 +170,9 @@ def test_two_optimizers_draw_for_themselves():
     }
     tx = optax.partition(parts, {"stack": "stack", "tall": "tall"})
     state = tx.init(params)
-    _, full = jax.value_and_grad(loss_fn)(params, x)
+    _, full = jax.value_and_grad(scanned_loss)(params, x)
     expected, _ = tx.update(full, state, params)
-    _, grads, bases = lro.compact_value_and_grad(loss_fn)(params, x, opt_state=state)
+    _, grads, bases = lro.compact_value_and_grad(scanned_loss)(params, x, opt_state=state)
     assert (grads["stack"].extra.shape, grads["tall"].extra.shape) == ((3, 1, 12), (12, 3))
     updates, _ = tx.update(grads, state, params, bases=bases)
     for path in params:
@@ -218,7 +202,7 @@ def test_extra_directions_of_ones_own_are_refused():
         basis=lro.refresh_basis(targets=targets), lift=lro.sketched_residual_lift()
     )
     with pytest.raises(ValueError, match="'tall' has a lift that draws its own"):
-        lro.compact_value_and_grad(loss_fn)(
+        lro.compact_value_and_grad(scanned_loss)(
             params, x, opt_state=tx.init(params), extra={"tall": jnp.ones((7, 1))}
         )
 
@@ -227,7 +211,9 @@ def test_a_gradient_without_the_directions_is_refused():
     params, targets, x = scanned()
     tracking = lro.refresh_basis(targets=targets)
     plain = lro.galore_project(ADAM, tracking)
-    _, grads, bases = lro.compact_value_and_grad(loss_fn)(params, x, opt_state=plain.init(params))
+    _, grads, bases = lro.compact_value_and_grad(scanned_loss)(
+        params, x, opt_state=plain.init(params)
+    )
     tx = lro.galore_project(ADAM, tracking, lift=lro.sketched_residual_lift())
     with pytest.raises(ValueError, match="'stack': the lift reads"):
         tx.update(grads, tx.init(params), params, bases=bases)
