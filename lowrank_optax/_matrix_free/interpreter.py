@@ -159,6 +159,8 @@ def _slice(eqn: Equation, operands: Sequence[Operand], report: Report) -> Operan
         return NotImplemented
     shape = weight.weight.shape
     cut = [i for i in range(len(shape)) if (starts[i], limits[i]) != (0, shape[i])]
+    if not cut:
+        return weight
     if len(cut) != 1 or weight.batch_axis(cut[0]) is None or limits[cut[0]] - starts[cut[0]] != 1:
         return NotImplemented
     start = starts[cut[0]]
@@ -176,6 +178,8 @@ def _dynamic_slice(eqn: Equation, operands: Sequence[Operand], report: Report) -
         return NotImplemented
     shape, sizes = weight.weight.shape, eqn.params["slice_sizes"]
     cut = [i for i in range(len(shape)) if sizes[i] != shape[i]]
+    if not cut:
+        return weight
     if len(cut) != 1 or len(starts) != len(shape):
         return NotImplemented
     if weight.batch_axis(cut[0]) is None or sizes[cut[0]] != 1:

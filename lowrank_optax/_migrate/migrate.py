@@ -40,12 +40,7 @@ def _mismatch(given: Sequence[Place], expected: Sequence[Place]) -> str:
     return "" if extra is None else f"it has {_describe_array(got[extra])} at {extra!r}, unexpected"
 
 
-def _check(
-    opt_state: OptState,
-    old_tx: optax.GradientTransformation,
-    new_tx: optax.GradientTransformation,
-    params: Params,
-) -> None:
+def _check(opt_state: OptState, old_tx: Any, new_tx: Any, params: Params) -> None:
     for name, tx in (("old_tx", old_tx), ("new_tx", new_tx)):
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(

@@ -15,6 +15,7 @@ import lowrank_optax as lro
 from lowrank_optax._arrays.tree import flatten_with_paths
 from tests.helpers.assertions import assert_orthonormal, avals, basis_matrices, energy, unchecked
 from tests.helpers.data import at, normal, random_like, sequence
+from tests.helpers.flax_names import as_pure
 from tests.helpers.loops import relaxed, track, train
 
 pytestmark = pytest.mark.newest
@@ -196,7 +197,7 @@ def test_unsloth_zero_modules_matched():
 
 def test_galore_2_sharded_arrays_keep_the_saving():
     """DDP, ZeRO and FSDP flatten gradients; a sharded array stays a matrix."""
-    mesh = jax.make_mesh((2,), ("x",))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
         params = {"w": jax.device_put(PARAMS["w"], sharding)}
@@ -383,7 +384,7 @@ def test_nnx_optimizer_variable_paths():
     """init sees Variables, whose paths end in .value, and update sees arrays."""
     model = Layer(nnx.Rngs(0))
     variables = nnx.state(model, nnx.Param)
-    arrays = nnx.as_pure(variables)
+    arrays = as_pure(variables)
     names = [flatten_with_paths(tree)[0] for tree in (variables, arrays)]
     assert names == [["proj/kernel"], ["proj/kernel"]]
     tx = adamw(targets=[("^proj/kernel$", 2)])

@@ -17,6 +17,7 @@ from flax.training.train_state import TrainState
 import lowrank_optax as lro
 from tests.helpers.assertions import avals
 from tests.helpers.data import at, layout, normal, random_like, sequence
+from tests.helpers.flax_names import as_pure
 from tests.helpers.loops import relaxed
 
 pytestmark = pytest.mark.newest
@@ -507,7 +508,7 @@ def test_nnx_optimizer():
 
     losses = [float(step(model, optimizer)) for _ in range(30)]
     assert losses[-1] < 0.5 * losses[0]
-    pure = nnx.as_pure(optimizer.opt_state)
+    pure = as_pure(optimizer.opt_state)
     assert counts(pure) == [[6]]
 
 
