@@ -13,16 +13,15 @@ import optax
 from lowrank_optax._arrays.tree import OptState, PyTree, flatten, unflatten
 from lowrank_optax._inner import probe
 from lowrank_optax._inner.roles import field_roles
-from lowrank_optax._inner.sites import moment_roles, sites
+from lowrank_optax._inner.sites import sites
 
 
 def _forgetful(state: OptState, fresh: OptState) -> OptState:
     """``state`` with every moment, and the count that corrects its bias, from ``fresh``."""
     leaves, treedef = flatten(state)
     new = flatten(fresh)[0]
-    rows = zip(sites(state, ()), moment_roles(state), strict=True)
-    for number, (site, role) in enumerate(rows):
-        if role or (site.field == "count" and field_roles(site.owner)):
+    for number, site in enumerate(sites(state, ())):
+        if site.outer_role or (site.field == "count" and field_roles(site.owner)):
             leaves[number] = new[number]
     return unflatten(treedef, leaves)
 

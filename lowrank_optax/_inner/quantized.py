@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowrank_optax._arrays import tree
 from lowrank_optax._arrays.jaxpr import OnDemand, dependencies
 from lowrank_optax._arrays.rounding import from_codes, to_bfloat16, to_codes
 from lowrank_optax._arrays.tree import OptState, Params, PyTree, Updates
 from lowrank_optax._checks import check_choice
 from lowrank_optax._inner.roles import FIRST
-from lowrank_optax._inner.sites import moment_roles
+from lowrank_optax._inner.sites import sites
 
 
 class QuantizedState(NamedTuple):
@@ -211,8 +210,7 @@ def quantized_moments(
     def init_fn(params: Params) -> OptState:
         state = inner.init(params)
         leaves, treedef = jax.tree.flatten(state)
-        present = [leaf is not None for leaf in tree.flatten(state)[0]]
-        roles = [r for r, there in zip(moment_roles(state), present, strict=True) if there]
+        roles = [site.outer_role for site in sites(state, ()) if site.value is not None]
         count, codes, scales = jnp.zeros([], jnp.int32), [], []
         key = _rounding_key(count, 0)
         for number, pair in enumerate(zip(leaves, roles, strict=True)):

@@ -59,6 +59,12 @@ class Site(NamedTuple):
         return field_roles(self.owner).get(self.field)
 
     @property
+    def outer_role(self) -> str | None:
+        """The role of the outermost field around it that has one, whosever the array is."""
+        found = (field_roles(node).get(field) for node, field in self.trail)
+        return next((role for role in found if role), None)
+
+    @property
     def title(self) -> str:
         """The array's name for people."""
         field = f"{type(self.owner).__name__}.{self.field}" if self.trail else ""
@@ -92,16 +98,6 @@ def sites(state: PyTree, mirrors: Collection[Keys]) -> list[Site]:
         return Site(tree.path_name(keys), tuple(trail), path, weight, unbox(value))
 
     return [site(keys, value) for keys, value in _pairs(state)]
-
-
-def moment_roles(state: PyTree) -> list[str | None]:
-    """The role of every array by the outermost field that has one, whosever the array is."""
-
-    def role(site: Site) -> str | None:
-        found = (field_roles(node).get(field) for node, field in site.trail)
-        return next((role for role in found if role), None)
-
-    return [role(site) for site in sites(state, ())]
 
 
 def mirrors(state: PyTree, params: PyTree, tx: Any = None) -> frozenset[Keys]:
